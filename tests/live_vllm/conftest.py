@@ -9,21 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import Qwen3Config
 
-from holdfast.engine import (
-    FinetuneSpec,
-    FSDPEngine,
-    OptimizerConfig,
-    TrainEngineConfig,
-    WeightUpdateMeta,
-)
+from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.servers import VLLMServer
 from tests.engine.models import write_model_folder
 from tests.limits import stretched
+from tests.live.trainer import Trainer, started_trainer
 from tests.live_vllm.live_server import PYTHON, LiveServer, plugin
-from tests.live_vllm.trainer import Trainer
 
 CONFIG = Qwen3Config(
     vocab_size=97,
@@ -91,17 +84,6 @@ def clients(live_servers: dict[str, LiveServer]) -> dict[str, VLLMServer]:
 @pytest.fixture(scope="session")
 def trainer(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
     """One rank in this process that has published nothing yet."""
-    torch.set_num_threads(1)
-    optimizer = OptimizerConfig(lr=1e-2)
-    engine = FSDPEngine(
-        TrainEngineConfig(path=str(model_folder), dtype="float32", optimizer=optimizer)
-    )
-    engine.create_process_group()
-    engine.initialize(
-        None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1)
-    )
-    trainer = Trainer(
-        engine, WeightUpdateMeta("disk", str(scratch / "weights"), keep=8, timeout_s=stretched(120))
-    )
-    yield trainer
-    engine.destroy()
+    meta = WeightUpdateMeta("disk", str(scratch / "weights"), keep=8, timeout_s=stretched(120))
+    with started_trainer(model_folder, meta) as trainer:
+        yield trainer

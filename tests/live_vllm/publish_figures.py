@@ -29,8 +29,8 @@ from holdfast.engine.api import UpdateType
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from tests.engine.models import write_model_folder
 from tests.helpers import run_ranks
+from tests.live.trainer import sample
 from tests.live_vllm.live_server import LiveServer, plugin
-from tests.live_vllm.trainer import sample
 
 PHASES = ("probe", "write", "commit", "pause", "load", "check", "tell", "first token", "all")
 _MEMORY = "/dev/shm"

@@ -3,33 +3,24 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
-from holdfast.engine import (
-    FinetuneSpec,
-    FSDPEngine,
-    OptimizerConfig,
-    TrainEngineConfig,
-    WeightUpdateMeta,
-)
+from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from holdfast.engine.servers.api import ModelResponse, weights_label
 from holdfast.utils.errors import PublishError
 from holdfast.utils.files import walk_files
 from tests.limits import stretched
+from tests.live.adapters import RANK, adapter_logprobs, error_of, trainers_logprobs
+from tests.live.trainer import TOLERANCE, Trainer, sample, sample_later, started_trainer
 from tests.live_vllm.live_server import LiveServer
-from tests.live_vllm.trainer import TOLERANCE, Trainer, sample, sample_later
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-RANK = 8
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -46,12 +37,8 @@ def live(model_folder: Path, scratch: Path) -> Iterator[LiveServer]:
         *LAYERS,
     )
     server = LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs", *flags)
-    try:
-        server.start()
-        server.wait_until_ready()
+    with server.running():
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -65,46 +52,10 @@ def fleet(live: LiveServer) -> Iterator[ServerFleet[VLLMServer]]:
 @pytest.fixture(scope="module")
 def adapted(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
     """One rank that trains adapters of the server's initial model and has published nothing yet."""
-    torch.set_num_threads(1)
-    lora: Any = {"use_lora": True, "lora_rank": RANK, "lora_alpha": 16}
-    engine = FSDPEngine(
-        TrainEngineConfig(
-            path=str(model_folder), dtype="float32", optimizer=OptimizerConfig(lr=1e-2), **lora
-        )
-    )
-    engine.create_process_group()
-    engine.initialize(
-        None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1)
-    )
-    yield Trainer(
-        engine, WeightUpdateMeta("adapter", str(scratch / "adapters"), timeout_s=stretched(120))
-    )
-    engine.destroy()
-
-
-def error_of(response: ModelResponse, expected: Sequence[float]) -> float:
-    """Largest difference to ``expected``, the log-probabilities of prompt and completion."""
-    start = len(response.input_tokens)
-    return max(abs(a - b) for a, b in zip(response.output_logprobs, expected[start:], strict=True))
-
-
-def trainers_logprobs(engine: FSDPEngine, response: ModelResponse) -> list[float]:
-    """Log-probabilities of the trainer's own forward, with adapters."""
-    ids = torch.tensor([response.input_tokens + response.output_tokens])
-    return engine.forward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[
-        0
-    ].tolist()
-
-
-@torch.no_grad()
-def folder_logprobs(base: Path, adapters: Path, response: ModelResponse) -> list[float]:
-    """Log-probabilities of transformers and PEFT, from the folders."""
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapters
-    ).eval()
-    ids = response.input_tokens + response.output_tokens
-    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-    return [0.0, *logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].tolist()]
+    meta = WeightUpdateMeta("adapter", str(scratch / "adapters"), timeout_s=stretched(120))
+    lora: dict[str, Any] = {"use_lora": True, "lora_rank": RANK, "lora_alpha": 16}
+    with started_trainer(model_folder, meta, **lora) as trainer:
+        yield trainer
 
 
 def size_of(folder: Path) -> int:
@@ -167,10 +118,10 @@ def test_a_request_in_flight_ends_on_the_version_it_began_with(
         response = asyncio.run(publish_meanwhile(adapted, fleet, live, tokens=1000))
     assert response.output_versions == [old] * 1000
     assert (
-        error_of(response, folder_logprobs(model_folder, adapted.folder_of(old), response))
+        error_of(response, adapter_logprobs(model_folder, adapted.folder_of(old), response))
         < TOLERANCE
     )
-    newer = folder_logprobs(model_folder, adapted.folder, response)
+    newer = adapter_logprobs(model_folder, adapted.folder, response)
     assert error_of(response, newer) > 100 * TOLERANCE
 
 

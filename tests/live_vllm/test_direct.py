@@ -3,23 +3,20 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast.engine.hf.buckets import cut_buckets
 from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import weights_label
 from holdfast.engine.servers.groups import GlooGroup
 from holdfast.utils.errors import PublishError
 from tests.limits import stretched
+from tests.live.trainer import TOLERANCE, Trainer, sample, small_buckets
 from tests.live_vllm.live_server import LiveServer, plugin
-from tests.live_vllm.trainer import TOLERANCE, Trainer, sample
 
-BUCKET_BYTES = 100_000
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
@@ -27,23 +24,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 def client(model_folder: Path, scratch: Path) -> Iterator[VLLMServer]:
     """A client of a separate server, which ends before the servers of other modules start."""
     server = LiveServer(model_folder, scratch, *plugin("holdfast_gloo"))
-    try:
-        server.start()
-        server.wait_until_ready()
+    with server.running():
         yield VLLMServer(server.url, timeout_s=stretched(60))
-    finally:
-        server.kill()
 
 
 @pytest.fixture
-def trainer(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+def trainer(trainer: Trainer) -> Iterator[Trainer]:
     """A trainer that writes the weights and sends them in several buckets."""
-    of_all = trainer.meta
-    trainer.meta = replace(of_all, type="xccl")
-    cut = partial(cut_buckets, limit_bytes=BUCKET_BYTES)
-    monkeypatch.setattr("holdfast.engine.hf.buckets.cut_buckets", lambda tensors, _: cut(tensors))
-    yield trainer
-    trainer.meta = of_all
+    with trainer.publishing_by("xccl"), small_buckets():
+        yield trainer
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer, folder: Path) -> None:

@@ -7,8 +7,7 @@ import pytest
 from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
 from holdfast.utils.errors import PromptError, ServerError
-from tests.live_vllm.live_server import LiveServer
-from tests.live_vllm.trainer import (
+from tests.live.trainer import (
     PROMPT,
     TOLERANCE,
     Trainer,
@@ -16,6 +15,7 @@ from tests.live_vllm.trainer import (
     sample,
     sample_later,
 )
+from tests.live_vllm.live_server import LiveServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

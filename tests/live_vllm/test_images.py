@@ -23,8 +23,8 @@ from holdfast.utils.errors import PromptError, ServerError
 from tests.engine.processors import IMAGE, make_processor, picture, write_served_folder
 from tests.engine.test_fsdp_engine import loss_tokens, nll
 from tests.limits import stretched
+from tests.live.trainer import TOLERANCE
 from tests.live_vllm.live_server import TORCHVISION, LiveServer
-from tests.live_vllm.trainer import TOLERANCE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -43,12 +43,8 @@ def live(folder: Path, scratch: Path) -> Iterator[LiveServer]:
     server = LiveServer(
         folder, scratch, "--limit-mm-per-prompt", '{"image": 3, "video": 0}', sees=True
     )
-    try:
-        server.start()
-        server.wait_until_ready()
+    with server.running():
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
 from holdfast.engine.servers.sleep import WEIGHTS
 from holdfast.utils.errors import PoisonedServerError, PublishError
 from tests.limits import stretched
+from tests.live.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs
 from tests.live_vllm.live_server import LiveServer
-from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs
 from tests.plugins.weights.processes import Running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

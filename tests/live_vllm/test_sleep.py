@@ -15,8 +15,8 @@ from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
 from holdfast.engine.servers.sleep import KV_CACHE, TAGS, WEIGHTS
 from holdfast.utils.errors import BusyServerError
 from tests.limits import stretched
+from tests.live.trainer import TOLERANCE, Trainer, sample, sample_later
 from tests.live_vllm.live_server import LiveServer, plugin
-from tests.live_vllm.trainer import TOLERANCE, Trainer, sample, sample_later
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -27,12 +27,8 @@ def live(model_folder: Path, scratch: Path) -> Iterator[LiveServer]:
     server = LiveServer(
         model_folder, scratch, "--logprobs-mode", "processed_logprobs", *plugin("holdfast_gloo")
     )
-    try:
-        server.start()
-        server.wait_until_ready()
+    with server.running():
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from holdfast.engine.servers.api import weights_label
 from holdfast.utils.errors import PoisonedServerError, PublishError, ServerError
 from holdfast.utils.manifest import MANIFEST_NAME, file_entries, write_manifest
 from tests.limits import stretched
+from tests.live.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample
 from tests.live_vllm.live_server import LiveServer
-from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample
 
 pytestmark = [
     pytest.mark.vllm,

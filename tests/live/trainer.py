@@ -3,26 +3,39 @@ folders.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from holdfast.engine import FSDPEngine, WeightUpdateMeta
-from holdfast.engine.api import Batch
-from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    OptimizerConfig,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+)
+from holdfast.engine.api import Batch, UpdateType
+from holdfast.engine.hf import buckets
+from holdfast.engine.servers import ServerFleet
 from holdfast.engine.servers.api import (
     GenerationHyperparameters,
     InferenceServer,
     ModelRequest,
     ModelResponse,
 )
+from holdfast.engine.servers.client import ServerClient
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, nll
 
 PROMPT = list(range(3, 43))
 TOLERANCE = 1e-4
+BUCKET_BYTES = 100_000
 
 
 class Trainer:
@@ -52,6 +65,16 @@ class Trainer:
         self.engine.update_weights()
         return self.folder
 
+    @contextmanager
+    def publishing_by(self, way: UpdateType) -> Iterator[None]:
+        """Publish in another way in the block. Versions are also written to the folder."""
+        own = self.meta
+        self.meta = replace(own, type=way)
+        try:
+            yield
+        finally:
+            self.meta = own
+
     @property
     def folder(self) -> Path:
         """Folder of the last version."""
@@ -79,6 +102,37 @@ class Trainer:
         )
 
 
+@contextmanager
+def started_trainer(model: Path, meta: WeightUpdateMeta, **config: Any) -> Iterator[Trainer]:
+    """One rank in this process that has published nothing yet.
+
+    Args:
+        model: initial model folder.
+        meta: how it publishes.
+        config: fields of `TrainEngineConfig` in addition.
+    """
+    torch.set_num_threads(1)
+    optimizer = OptimizerConfig(lr=1e-2)
+    engine = FSDPEngine(
+        TrainEngineConfig(path=str(model), dtype="float32", optimizer=optimizer, **config)
+    )
+    engine.create_process_group()
+    engine.initialize(
+        None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1)
+    )
+    yield Trainer(engine, meta)
+    engine.destroy()
+
+
+@contextmanager
+def small_buckets() -> Iterator[None]:
+    """Send tiny models in several buckets in the block."""
+    cut = partial(buckets.cut_buckets, limit_bytes=BUCKET_BYTES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "cut_buckets", lambda tensors, _: cut(tensors))
+        yield
+
+
 @lru_cache(maxsize=16)
 def _model(folder: Path, mtime_ns: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -95,14 +149,14 @@ def folder_logprobs(folder: Path, ids: Sequence[int], temperature: float = 1.0) 
 
 
 def sample(
-    client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0
+    client: ServerClient, tokens: int = 24, seed: int = 1, temperature: float = 1.0
 ) -> ModelResponse:
     """Sample a completion of `PROMPT`."""
     return asyncio.run(sample_later(client, tokens, seed, temperature))
 
 
 async def sample_later(
-    client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0
+    client: ServerClient, tokens: int = 24, seed: int = 1, temperature: float = 1.0
 ) -> ModelResponse:
     """`sample`, awaited."""
     gconfig = GenerationHyperparameters(max_new_tokens=tokens, temperature=temperature)

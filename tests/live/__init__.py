@@ -1,0 +1,1 @@
+"""Code that the tests against real vLLM and SGLang servers share."""

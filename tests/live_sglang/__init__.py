@@ -1,0 +1,1 @@
+"""Tests against real SGLang servers on the CPU (``make test-sglang``)."""
