@@ -17,8 +17,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 ONE_BY_ONE := --dist loadgroup
 # Of all faults, those that make faults injects; make test injects 1%.
 SHARE ?= 100%
-# The tests of make coverage: those of make test, or TIER="not matrix and not vllm and not sglang" for those of make test-slow too.
-TIER ?= not slow and not matrix and not vllm and not sglang
+# The tests of make coverage: those of make test, or TIER="not matrix and not vllm ..." for those of make test-slow too.
+TIER ?= not slow and not matrix and not vllm and not sglang and not slurm and not storage
 COVERAGE := COVERAGE_FILE=$(CURDIR)/coverage_out/data $(PY) -m coverage
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
