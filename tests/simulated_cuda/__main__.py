@@ -51,7 +51,8 @@ RACES_ON_PURPOSE = (
     "tests/engine/staging/test_offload.py::test_a_snapshot_while_away_and_a_departure_after_one_copy_nothing",
 )
 """Left out of the mode that reports races: the product has to notice these."""
-TIER = "not slow and not matrix and not vllm and not sglang and not slurm and not storage and not peers"
+_TIERS = ("slow", "matrix", "vllm", "sglang", "slurm", "storage", "peers")
+TIER = " and ".join(f"not {tier}" for tier in _TIERS)
 
 
 def run_pytest(
