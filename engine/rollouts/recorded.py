@@ -94,7 +94,10 @@ class Record:
 
     @classmethod
     def of_answer(
-        cls, place: Place, response: ModelResponse, labels: Mapping[int, str]
+        cls,
+        place: Place,
+        response: ModelResponse,
+        labels: Mapping[int, str],
     ) -> "Record":
         """Encode an answer. ``labels`` has the known labels by version."""
         logprobs = np.array(response.output_logprobs, _WIDE)
@@ -104,10 +107,11 @@ class Record:
 
         runs = [[version, len(list(run))] for version, run in groupby(response.output_versions)]
         sampled_by = {version for version, _ in runs}
+        known = sorted(sampled_by & labels.keys())
         head = {
             "tokens": len(tokens),
             "versions": runs,
-            "labels": {str(v): labels[v] for v in sorted(sampled_by) if v in labels},
+            "labels": {str(version): labels[version] for version in known},
             "stop": response.stop_reason,
             "wide": wide,
         }
@@ -125,7 +129,12 @@ class Record:
         return cls._encode(place, {}, b"")
 
     @classmethod
-    def _encode(cls, place: Place, head: dict[str, Any], body: bytes) -> "Record":
+    def _encode(
+        cls,
+        place: Place,
+        head: dict[str, Any],
+        body: bytes,
+    ) -> "Record":
         head = {**place._asdict(), **head}
         return cls(place, head, join_payload(head, body))
 

@@ -359,7 +359,12 @@ class WorkerGroup:
         """
         return RemoteServer(self._actors[0], self.name, 0, timeout_s, self._hang_timeout_s)
 
-    def shutdown(self, timeout_s: float = 10.0, *, at_end: bool = False) -> None:
+    def shutdown(
+        self,
+        timeout_s: float = 10.0,
+        *,
+        at_end: bool = False,
+    ) -> None:
         """Call each worker's ``destroy()`` if it has one, end the processes, and remove a placement
         created here.
 

@@ -202,7 +202,7 @@ def test_a_bad_value_names_its_key(field: str, value: Any) -> None:
 def test_an_empty_path_does_not_become_the_current_folder(field: str) -> None:
     expected = rf"config key 'recover\.{field}' is empty; .* needs a folder"
     with pytest.raises(ConfigError, match=expected):
-        RecoverConfig(**{field: ""})
+        replace(RecoverConfig(), **{field: ""})
 
 
 @pytest.mark.parametrize(
