@@ -34,7 +34,7 @@ VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo minimal learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-sglang test-peers test-simulated-gpu test-slurm faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
+.PHONY: help demo minimal learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-sglang test-storage test-peers test-simulated-gpu test-slurm faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Run the tests against real vLLM se
 
 test-sglang: $(INSTALLED) $(SGLANG_INSTALLED)  ## Run the tests against real SGLang servers (on the CPU, 3 GB in an environment of its own, Python 3.11)
 	$(PY) -m pytest -m sglang tests/live_sglang
+
+test-storage: $(INSTALLED)  ## Run the tests against a real HDFS and a real S3 server, in .storage-servers (Debian 12, 250 MB to fetch)
+	$(PY) -m tests.storage.install
+	$(PY) -m pytest -m storage --durations=5 tests/storage
 
 test-peers: $(INSTALLED)  ## Run the tests of Accelerate and transformers themselves; ACCELERATE= and TRANSFORMERS= name checkouts
 	HOLDFAST_PEER_ACCELERATE=$(ACCELERATE) HOLDFAST_PEER_TRANSFORMERS=$(TRANSFORMERS) $(PY) -m pytest -m peers tests/peers
@@ -130,7 +134,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 		$(GPU_PY) -m tests.gpu.shared_gpu && exit $$code
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERL_VENV) build dist *.egg-info site demo_out minimal_out learn_out learn_vision_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERL_VENV) .storage-servers build dist *.egg-info site demo_out minimal_out learn_out learn_vision_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

@@ -6,9 +6,10 @@ created.
 
 Credentials and endpoints are passed as the backend documents. S3: ``AWS_ENDPOINT_URL``,
 ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, or an instance role. Google:
-``GOOGLE_APPLICATION_CREDENTIALS``. Further options go through fsspec's configuration:
-``FSSPEC_S3='{"max_concurrency": 4}'`` in the environment, or ``~/.config/fsspec/*.json``. Set a
-lifecycle rule that aborts incomplete multipart uploads: a kill can leave one.
+``GOOGLE_APPLICATION_CREDENTIALS``. HDFS (``pip install 'holdfast[hdfs]'``): ``HADOOP_CONF_DIR``,
+``HADOOP_USER_NAME``. Further options go through fsspec's configuration: ``FSSPEC_S3=
+'{"max_concurrency": 4}'`` in the environment, or ``~/.config/fsspec/*.json``. Set a lifecycle rule
+that aborts incomplete multipart uploads: a kill can leave one.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
@@ -52,6 +54,11 @@ T = TypeVar("T")
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"}
 """Protocols of stores where an object appears complete or not at all."""
 _CHUNKS_AT_ONCE = 8
+_SECRET_VALUE = re.compile(
+    r"([?&][\w.-]*(?:delegation|token|sig|secret|password|credential)[\w.-]*=)[^&\s]+",
+    re.IGNORECASE,
+)
+"""Parameter of a URL that grants access, as WebHDFS and presigned URLs have them."""
 FETCH_FIRST = "fetch it there first (`aws s3 cp --recursive`, or `get` of fsspec)"
 """Advice for URLs where local files are needed."""
 
@@ -68,7 +75,7 @@ class RemoteFolder:
         first_wait_s: seconds before the second attempt. Doubles each time, up to a minute.
 
     Attributes:
-        url: URL without secrets.
+        url: URL without a password, which opens the same folder again.
         whole_files: whether a file with its final name and size is complete even if its writer was
             killed. True for objects, which appear complete, and local files, which are renamed
             after their fsync. Elsewhere (sftp, smb, hdfs, plug-ins) a power cut may leave holes in
@@ -95,7 +102,7 @@ class RemoteFolder:
         self._fs, self._root = _open_filesystem(url, setting)
         self._error = error
         self._chunk_bytes = chunk_bytes
-        self.url = without_secrets(self._fs.unstrip_protocol(self._root))
+        self.url = _url_to_show(self._fs, self._root, url)
         self._local = isinstance(self._fs, LocalFileSystem)
         # Readers of a local file or an object never see half of it, as they may elsewhere.
         named = self._fs.protocol
@@ -112,7 +119,7 @@ class RemoteFolder:
             stop=stop_after_attempt(attempts) | stop_when_event_set(self._closed),
             wait=wait_exponential(first_wait_s, max=60.0),
             sleep=sleep_using_event(self._closed),
-            before_sleep=_log_retry,
+            before_sleep=self._log_retry,
         )
 
     def close(self) -> None:
@@ -126,12 +133,29 @@ class RemoteFolder:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size of every file below ``folder`` ("": the URL), by path relative to it.
+        Empty if it does not exist.
 
         Entries that cannot be listed may be missing.
         """
         prefix = f"{self._root}/{folder}".rstrip("/") + "/"
-        listing = self._call(self._fs.find, folder, detail=True)
+        listing = self._find(self._fs.find, folder, detail=True) or {}
         return {path.removeprefix(prefix): entry["size"] for path, entry in listing.items()}
+
+    def holds_files(self, folder: str) -> bool:
+        """Whether there is a file below ``folder``. Unlike with `sizes`, a part that cannot be
+        listed is an error.
+        """
+        whole = f"{self._root}/{folder}"
+        for entry in self._find(self._fs.ls, folder, detail=True) or ():
+            path = entry["name"].rstrip("/")
+            # An object with the name of the folder, which a web console makes.
+            if path == whole:
+                continue
+            if entry["type"] != "directory":
+                return True
+            if self.holds_files(f"{folder}/{PurePosixPath(path).name}"):
+                return True
+        return False
 
     def size(self, path: str) -> int | None:
         """Size of a file. None if it does not exist. Unlike fsspec's ``exists``, a failed request
@@ -251,10 +275,19 @@ class RemoteFolder:
         except RetryError as error:
             attempt = error.last_attempt
             cause = attempt.exception()
+            problem = _describe(cause)
+            # A traceback would show the whole text of the cause.
+            shown = cause if str(cause) in problem else None
             raise self._error(
                 f"{self.url}/{path} failed {attempt.attempt_number} times, the last time with "
-                f"{type(cause).__name__}: {cause}"
-            ) from cause
+                f"{problem}"
+            ) from shown
+
+    def _log_retry(self, state: RetryCallState) -> None:
+        path = state.args[0].removeprefix(self._root)
+        error = state.outcome and state.outcome.exception()
+        problem = _describe(error)
+        logger.warning("%s%s: %s; again in %.1f s", self.url, path, problem, state.upcoming_sleep)
 
 
 def local_folder(path: StrPath) -> Path | None:
@@ -289,8 +322,9 @@ def require_local(path: StrPath, what: str, advice: str, setting: str = "path") 
 
 
 def without_secrets(text: str) -> str:
-    """Remove the users and passwords of URLs from ``text``."""
-    return re.sub(r"(:/+)[^/\s]*@", r"\1", text)
+    """Remove users, passwords and the values of secret parameters of URLs from ``text``."""
+    text = re.sub(r"(:/+)[^/\s]*@", r"\1", text)
+    return _SECRET_VALUE.sub(r"\1...", text)
 
 
 def _part(path: Path) -> Path:
@@ -301,33 +335,49 @@ def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
     try:
         if "://" not in url:
             raise ValueError("it has no protocol")
-        # fsspec's shared instances have the options of their first user, and cached listings are
-        # stale.
-        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+        # fsspec's shared instances have the options of their first user.
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
         if re.search(r"://[^/\s]*:[^/\s]*@", url) and "@" in root.split("/")[0]:
             # The backend would take the password for a part of the bucket's name and show it in
             # every message.
             raise ValueError("its backend takes no password from there, but as it documents")
-    except (ImportError, ValueError, OSError) as error:
-        problem = f"{setting} ({url!r}) cannot be used: {error}"
+    except Exception as error:  # of any type, as backends differ
+        problem = f"{setting} ({url!r}) cannot be used: {_first_line(error)}"
         raise ConfigError(
             f"{without_secrets(problem)}; expected a URL as file:///folder or s3://bucket/folder, "
-            "with its fsspec backend installed (s3fs for s3://, gcsfs for gs://)"
+            "with its fsspec backend installed (s3fs for s3://, gcsfs for gs://, "
+            "holdfast[hdfs] for hdfs:// and webhdfs://)"
         ) from error
+
+    # Cached listings are stale. They are switched off here, because backends that pass their
+    # options on (hdfs-native, sftp) refuse fsspec's option for it.
+    if hasattr(fs, "dircache"):
+        fs.dircache.use_listings_cache = False
     return fs, root.rstrip("/")
+
+
+def _url_to_show(fs: Any, root: str, url: str) -> str:
+    if "::" in url or not fs._get_kwargs_from_urls(url):
+        return without_secrets(fs.unstrip_protocol(root))
+    # fsspec's own form of the URL may lack its host and user, without which it cannot be opened.
+    parts = urlsplit(url)
+    login, at, host = parts.netloc.rpartition("@")
+    user = login.partition(":")[0]
+    path = parts.path.rstrip("/")
+    return f"{parts.scheme}://{user}{at}{host}{path}"
+
+
+def _describe(error: BaseException | None) -> str:
+    """Type and first line of an error, without secrets."""
+    return f"{type(error).__name__}: {without_secrets(_first_line(error))}"
+
+
+def _first_line(error: BaseException | None) -> str:
+    # The further lines of HDFS are a Java stack. hdfs-native separates lines by a backslash and n.
+    first, *_ = re.split(r"\n|\\n", str(error).strip(), maxsplit=1)
+    return first.rstrip()
 
 
 def _require_digest(source: Path, found: str, expected: str) -> None:
     if found != expected:
         raise CheckpointCorruptError(f"{source} has digest {found}, the manifest says {expected}")
-
-
-def _log_retry(state: RetryCallState) -> None:
-    error = state.outcome and state.outcome.exception()
-    logger.warning(
-        "%s: %s: %s; again in %.1f s",
-        state.args[0],
-        type(error).__name__,
-        error,
-        state.upcoming_sleep,
-    )

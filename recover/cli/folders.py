@@ -105,23 +105,23 @@ class Folder:
 
 
 class UrlFolder(Folder):
-    """The same at an fsspec URL. Nothing is kept on this machine."""
+    """The same at an fsspec URL. Nothing is kept on this machine.
+
+    Attributes:
+        url: the URL as given, while `where` is for messages and hides a password.
+    """
 
     def __init__(self, url: str) -> None:
         from ...utils.remote import RemoteFolder
 
-        # As given, while `where` is for messages and hides a password.
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._remote = RemoteFolder(url, error=MirrorError, **_AT_A_URL)
         self.where = self._remote.url
         self.path = None
 
     def sizes(self) -> dict[str, int]:
         """See `Folder.sizes`."""
-        try:
-            return self._remote.sizes("")
-        except FileNotFoundError:
-            return {}
+        return self._remote.sizes("")
 
     def read(self, name: str) -> bytes:
         """See `Folder.read`."""
@@ -132,7 +132,7 @@ class UrlFolder(Folder):
 
     def inside(self, name: str) -> Folder:
         """See `Folder.inside`."""
-        return UrlFolder(f"{self._url}/{name}")
+        return UrlFolder(f"{self.url}/{name}")
 
     def read_manifest(self) -> dict[str, Any]:
         """See `Folder.read_manifest`."""
@@ -184,7 +184,8 @@ def local_copy(folder: Folder) -> Iterator[Path]:
         return
 
     # The URL ends with global_step_<step>, and the mirror is the folder that it is in.
-    root, _, name = folder.where.rpartition("/")
+    assert isinstance(folder, UrlFolder)
+    root, _, name = folder.url.rpartition("/")
     step = int(name.rpartition("_")[2])
     with tempfile.TemporaryDirectory(prefix="holdfast-") as temporary:
         store = GenerationStore(Path(temporary))

@@ -74,11 +74,8 @@ def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
     if place.store is not None:
         here.update(place.steps())
 
-    # A copy that is neither complete nor damaged has only some of its files.
     states: dict[int, str] = dict.fromkeys(here, "no copy")
-    states |= dict.fromkeys(there.traces(), "incomplete")
-    states |= dict.fromkeys(there.steps(damaged=True), "damaged")
-    states |= dict.fromkeys(there.steps(), "complete")
+    states.update(there.states())
 
     # The newest first.
     copies: list[Report] = []

@@ -52,6 +52,7 @@ class Run:
         self.store: GenerationStore | None = None
         self._mirror: Any = None
         self._traces: list[int] = []
+        self._url = text.rstrip("/")
         if is_url(text):
             self._mirror = open_mirror(text)
             self.where = self._mirror.url
@@ -101,7 +102,7 @@ class Run:
         none.
         """
         if url is None and self.store is None:
-            url = self.where
+            url = self._url
         elif url is None:
             url = self.recorded_mirror()
         if url is None:
@@ -122,7 +123,7 @@ class Run:
             if not self._traces:
                 self._traces = self._mirror.traces()
             if step in self._traces:
-                return UrlFolder(f"{self._mirror.url}/global_step_{step}")
+                return UrlFolder(f"{self._url}/global_step_{step}")
         there = ", ".join(map(str, self.steps())) or "none"
         raise CheckpointNotFoundError(
             f"{self.where} has no generation of step {step}; there are: {there}"

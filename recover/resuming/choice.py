@@ -15,8 +15,9 @@ The rule, in the order of the code:
 4. Of another run: a generation with another ``run_id`` than the folder (unless it is the
    ``resume_path``), with another number of steps per epoch, of a newer format, or of other engines
    is an error, and it stays where it is.
-5. Nothing found: the run starts at step 0 only if nothing was ever there and the mode is not
-   ``must``. Otherwise it is an error.
+5. Nothing found: the run starts at step 0 only if nothing there may hold work and the mode is not
+   ``must``. Otherwise it is an error. At the mirror, empty folders and copies that were never
+   finished hold none.
 6. Newer than a ``resume_path``: once the restore has succeeded, newer local generations are
    quarantined, and the mirror forgets newer copies.
 
@@ -48,7 +49,7 @@ from ..config import RecoverConfig
 from ..info import RecoverInfo
 from ..ranks import Ranks
 from ..storage.generations import GenerationStore
-from ..storage.mirror import Mirror
+from ..storage.mirror import CopyState, Mirror
 from .check import check_bytes
 
 logger = get_logger(__name__)
@@ -214,9 +215,11 @@ class ResumeChoice:
         """The mirror's newest sound copy that is newer than the local generation, fetched unless
         ``only_look``.
         """
-        steps = mirror.steps()
+        states = mirror.states()
+        steps = [step for step, state in states.items() if state in ("complete", "unconfirmed")]
         if local is None:
-            steps += mirror.steps(damaged=True)  # which may be read right this time
+            # A damaged one may be read right this time.
+            steps += [step for step, state in states.items() if state == "damaged"]
         for step in steps:
             if local is not None and step <= local.step:
                 return None
@@ -234,15 +237,8 @@ class ResumeChoice:
             if fetched is not None and fetched.step == step:
                 return fetched
 
-        # A run of which there is something must not start at step 0.
-        traces = mirror.traces() if local is None else []
-        if traces:
-            raise CheckpointCorruptError(
-                f"{self._store.root} holds nothing usable, and no copy at {mirror.url} is "
-                f"complete and sound (there is something of steps {traces}; see the log. A "
-                ".damaged-global_step_<step> there marks a copy that was read wrong twice, and "
-                "alike). Look at them, or move them away to start from step 0"
-            )
+        if local is None:
+            self._check_no_work_at(mirror.url, states)
         return None
 
     # Rule 3: damaged
@@ -299,6 +295,25 @@ class ResumeChoice:
         if self._config.mode == "must":
             raise CheckpointNotFoundError(
                 f"recover.mode is 'must', but {self._store.root} has no generation to resume"
+            )
+
+    def _check_no_work_at(self, url: str, states: dict[int, CopyState]) -> None:
+        # A run of which there is something must not start at step 0.
+        nothing_in: tuple[CopyState, ...] = ("empty", "incomplete")
+        kept = [step for step, state in states.items() if state not in nothing_in]
+        if kept:
+            raise CheckpointCorruptError(
+                f"{self._store.root} holds nothing usable, and no copy at {url} is complete and "
+                f"sound (there is something of steps {kept}; see the log and `holdfast mirror ls "
+                f"{url}`. A .damaged-global_step_<step> there marks a copy that was read wrong "
+                "twice, and alike). Look at them, or move them away to start from step 0"
+            )
+        if states:
+            logger.warning(
+                "%s has traces of steps %s, but no copy of them was ever finished, or all their "
+                "files were removed: there is nothing to resume",
+                url,
+                list(states),
             )
 
     # Rule 6: newer than a resume_path

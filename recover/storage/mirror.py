@@ -8,7 +8,8 @@ needs. The mirror of the package ``holdfast_weights`` holds published weights, f
     <url>/.copying-global_step_120   an unfinished copy: the manifest of its generation
     <url>/.damaged-global_step_120   the manifest of a copy with the same wrong bytes in two reads
 
-A copy is complete when its manifest is there, and a fetch verifies every byte against it. An
+A copy is complete when its manifest is there, and a fetch verifies every byte against it. A copy
+that lacks nothing but its manifest is unconfirmed: the manifest is in its ``.copying-`` file. An
 interrupted copy is completed by the next copy of the same generation, and removed by the copy of
 any other one. A damaged copy is fetched again only if there is no other.
 
@@ -24,9 +25,14 @@ import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
-from ...utils.errors import CheckpointCorruptError, CheckpointError, MirrorError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    MirrorError,
+)
 from ...utils.files import DurableFile, as_write_error, bytes_digest, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, parse_manifest, read_manifest
@@ -37,6 +43,19 @@ from .generations import Generation, GenerationStore
 logger = get_logger(__name__)
 
 _NAMES = re.compile(r"(?:\.part-)?(?:\.(?:copying|damaged)-)?global_step_(0|[1-9]\d*)")
+
+
+CopyState = Literal["complete", "unconfirmed", "damaged", "incomplete", "no manifest", "empty"]
+"""What there is of a generation at a mirror. A run can resume from the first two, and perhaps from
+a damaged copy.
+
+- complete: the manifest is there.
+- unconfirmed: everything is there but the manifest, because the copier was killed before it.
+- damaged: a fetch read the same wrong bytes twice.
+- incomplete: a copy that was not finished. Some of its files are missing.
+- no manifest: files that nothing describes. Somebody has removed the others.
+- empty: no file. A store with real folders keeps them.
+"""
 
 
 class Mirror:
@@ -95,20 +114,52 @@ class Mirror:
         # Manifests of the steps ``known`` exist and are not read.
         found = []
         for step in _steps_in(names):
-            marked = _damaged(step) in names
-            if step in known and _folder(step) in names and not marked:
+            if step in known and _folder(step) in names and _damaged(step) not in names:
                 is_damaged = False
             else:
                 manifest = self._remote.read(_manifest(step))
                 if manifest is None:
                     continue
-                is_damaged = marked and self._remote.read(_damaged(step)) == manifest
+                is_damaged = self._is_damaged(step, manifest, names)
             if is_damaged == damaged:
                 found.append(step)
         return found
 
+    def _is_damaged(self, step: int, manifest: bytes, names: Collection[str]) -> bool:
+        marked = _damaged(step) in names
+        return marked and self._remote.read(_damaged(step)) == manifest
+
+    def states(self) -> dict[int, CopyState]:
+        """State of everything that is there, by step, newest first."""
+        names = self._remote.names()
+        return {step: self._state(step, names) for step in _steps_in(names)}
+
+    def _state(self, step: int, names: Collection[str]) -> CopyState:
+        manifest = self._remote.read(_manifest(step))
+        if manifest is not None:
+            return "damaged" if self._is_damaged(step, manifest, names) else "complete"
+
+        # Without a marker, nothing describes the files.
+        marker = self._remote.read(_marker(step))
+        has_files = self._remote.holds_files(_folder(step))
+        if marker is None:
+            return "no manifest" if has_files else "empty"
+        if not has_files:
+            return "incomplete"
+
+        # The marker is the manifest of what is being copied.
+        where = f"{self.url}/{_marker(step)}"
+        try:
+            files = parse_manifest(marker, where)["files"]
+        except (CheckpointCorruptError, CheckpointMismatchError):
+            return "no manifest"
+        for name, entry in files.items():
+            if self._remote.size(f"{_folder(step)}/{name}") != entry["bytes"]:
+                return "incomplete"
+        return "unconfirmed"
+
     def traces(self) -> list[int]:
-        """Steps of complete and incomplete copies, newest first."""
+        """Steps of which there is anything, newest first."""
         return _steps_in(self._remote.names())
 
     def has_other(self, generation: Generation) -> bool:
@@ -153,8 +204,8 @@ class Mirror:
         return info
 
     def fetch(self, step: int, store: GenerationStore) -> Generation:
-        """Download a generation into the store and verify it. It becomes visible only when it is
-        complete and sound.
+        """Download a complete or unconfirmed generation into the store and verify it. It becomes
+        visible only when it is complete and sound.
 
         Raises:
             CheckpointCorruptError: the copy is damaged or incomplete, or a read was wrong. An older
@@ -318,6 +369,8 @@ class Mirror:
         self._remote.remove_file(_damaged(step))
 
     def _mark_damaged(self, step: int, manifest: bytes) -> str:
+        if self._remote.read(_manifest(step)) != manifest:
+            return "the copy was never confirmed"
         try:
             self._remote.put_bytes(_damaged(step), manifest)
         except MirrorError as error:
@@ -326,6 +379,8 @@ class Mirror:
 
     def _read_manifest(self, step: int) -> bytes:
         manifest = self._remote.read(_manifest(step))
+        if manifest is None:
+            manifest = self._remote.read(_marker(step))
         if manifest is None:
             raise CheckpointCorruptError(
                 f"{self.url}/{_manifest(step)} is missing: the copy was never complete"

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import boto3
-import fsspec.core
 from moto.server import ThreadedMotoServer
 
 from holdfast.recover import GenerationStore
 from holdfast.recover.storage.generations import Generation
 from holdfast.recover.storage.mirror import Mirror
+from holdfast.utils.errors import MirrorError
 from holdfast.utils.files import walk_files, write_durably
 from holdfast.utils.manifest import file_entries
+from holdfast.utils.remote import RemoteFolder
 from tests.helpers import PRELOAD
 
 BUCKET = "bucket"
@@ -143,7 +144,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def storage(url: str) -> tuple[Any, str]:
     """The file system of a URL without caches, and the path in it."""
-    return fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    remote = RemoteFolder(url, setting="the URL of a test", error=MirrorError)
+    return remote._fs, remote._root
 
 
 def listing(url: str) -> list[str]:

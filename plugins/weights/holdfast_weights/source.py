@@ -66,17 +66,16 @@ class Source:
         self.name = re.sub(r"(:/+)[^/\s]*@", r"\1", url)
         self._http = url.startswith(("http://", "https://"))
 
-        # Values that were read earlier do not count.
-        options: dict[str, Any] = {
-            "skip_instance_cache": True,
-            "use_listings_cache": False,
-        }
+        options: dict[str, Any] = {"skip_instance_cache": True}
         if self._http and token:
             options["client_kwargs"] = {"headers": {"Authorization": f"Bearer {token}"}}
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError, OSError) as error:
+        except Exception as error:  # of any type, as backends differ
             raise FolderError(f"{self.name} cannot be opened: {error}") from error
+        # Listings that were read earlier do not count. Some backends refuse fsspec's option for it.
+        if hasattr(self._fs, "dircache"):
+            self._fs.dircache.use_listings_cache = False
         self._root = root.rstrip("/")
         self.folder: Path | None = None
         if isinstance(self._fs, LocalFileSystem):

@@ -16,6 +16,7 @@ from holdfast.utils.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
     ConfigError,
+    MirrorError,
 )
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
 from tests.recover.mirrors import BUCKET, S3Server, commit, contents, listing, storage
@@ -344,3 +345,105 @@ def test_a_locally_corrupted_file_does_not_reach_the_mirror(
 def test_a_url_that_cannot_be_used_is_refused_at_once(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"'recover.mirror_url' .*{message}"):
         Mirror(url, 1)
+
+
+def leave(url: str, kind: str, generation: Generation) -> None:
+    """Leave of a copy of the generation what a kill or a deletion leaves."""
+    fs, root = storage(url)
+    step = generation.step
+    folder = f"{root}/global_step_{step}"
+    manifest = (generation.path / MANIFEST_NAME).read_bytes()
+
+    # Files first: all of them, all but one, or none.
+    names = sorted(set(contents(generation.path)) - {MANIFEST_NAME})
+    if kind == "incomplete":
+        names = names[:1]
+    if kind in ("a marker alone", "empty", "an object with the name of a folder"):
+        names = []
+    for name in names:
+        fs.makedirs(f"{folder}/default", exist_ok=True)
+        fs.pipe_file(f"{folder}/{name}", (generation.path / name).read_bytes())
+
+    # Then what describes them.
+    if kind in ("incomplete", "unconfirmed", "a marker alone"):
+        fs.makedirs(root, exist_ok=True)
+        fs.pipe_file(f"{root}/.copying-global_step_{step}", manifest)
+    if kind == "a cut marker":
+        fs.pipe_file(f"{root}/.copying-global_step_{step}", manifest[:100])
+    if kind == "empty":
+        fs.makedirs(f"{folder}/default", exist_ok=True)
+    if kind == "an object with the name of a folder":
+        fs.pipe_file(f"{folder}/", b"")
+
+
+STATES = {
+    "incomplete": "incomplete",
+    "a marker alone": "incomplete",
+    "unconfirmed": "unconfirmed",
+    "no manifest": "no manifest",
+    "a cut marker": "no manifest",
+    "empty": "empty",
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("url", ["memory", "file"], indirect=True)
+def test_what_is_left_of_a_copy_is_called_what_it_is(
+    url: str, store: GenerationStore, kind: str
+) -> None:
+    copy(Mirror(url, None), commit(store, 1))
+    leave(url, kind, commit(store, 2))
+    mirror = Mirror(url, None)
+    assert mirror.states() == {2: STATES[kind], 1: "complete"} and mirror.steps() == [1]
+
+
+@pytest.mark.parametrize("kind", ["an object with the name of a folder", "incomplete"])
+def test_what_is_left_at_an_object_store_is_called_what_it_is(
+    s3_url: str, store: GenerationStore, kind: str
+) -> None:
+    leave(s3_url, kind, commit(store, 2))
+    assert Mirror(s3_url, None).states() == {2: STATES.get(kind, "empty")}
+
+
+def test_a_copy_that_lacks_only_its_manifest_is_fetched_and_completed(
+    url: str, store: GenerationStore, back: GenerationStore
+) -> None:
+    generation = commit(store, 2)
+    leave(url, "unconfirmed", generation)
+    mirror = Mirror(url, None)
+    fetched = mirror.fetch(2, back)
+    assert contents(fetched.path) == contents(generation.path)
+    copy(mirror, fetched)
+    assert mirror.states() == {2: "complete"}
+    assert listing(url) == [f"global_step_2/{name}" for name in contents(generation.path)]
+
+
+def test_a_copy_that_was_never_confirmed_is_not_marked_as_damaged(
+    url: str, store: GenerationStore, back: GenerationStore
+) -> None:
+    leave(url, "unconfirmed", commit(store, 2))
+    fs, root = storage(url)
+    path = f"{root}/global_step_2/default/shard_0"
+    fs.pipe_file(path, damage_flip(fs.cat_file(path)))
+    mirror = Mirror(url, None)
+    with pytest.raises(CheckpointCorruptError, match="the copy was never confirmed"):
+        mirror.fetch(2, back)
+    assert mirror.states() == {2: "unconfirmed"}
+
+
+def test_a_part_that_cannot_be_listed_is_an_error_not_an_empty_copy(
+    memory_url: str, store: GenerationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(memory_url, "no manifest", commit(store, 2))
+    mirror = Mirror(memory_url, None, attempts=1)
+    remote = mirror._remote
+    ls = remote._fs.ls
+
+    def lose_the_connection(path: str, **options: object) -> object:
+        if "global_step_2" in path:
+            raise ConnectionError("lost")  # which fsspec's `find` may pass over
+        return ls(path, **options)
+
+    monkeypatch.setattr(remote._fs, "ls", lose_the_connection)
+    with pytest.raises(MirrorError, match="ConnectionError: lost"):
+        mirror.states()

@@ -127,6 +127,61 @@ def test_with_every_copy_bad_the_run_does_not_start_over(tmp_path: Path) -> None
         _mirrored(tmp_path).load(Tiny().state)
 
 
+def _lose_all_but(tmp_path: Path, left: str) -> Path:
+    """Lose the folder of a run whose only copy has lost its manifest, and more."""
+    _train(tmp_path, 1)
+    shutil.rmtree(tmp_path / "run")
+    mirror = tmp_path / "mirror" / "e" / "t"
+    copy = mirror / "global_step_0"
+    manifest = copy / "manifest.json"
+    if left in ("all files and the marker", "some files and the marker", "the marker"):
+        shutil.copy(manifest, mirror / ".copying-global_step_0")
+    manifest.unlink()
+    if left == "some files and the marker":
+        (copy / "recover_info.json").unlink()
+    if left in ("the marker", "empty folders"):
+        shutil.rmtree(copy)
+    if left == "empty folders":
+        (copy / "default").mkdir(parents=True)
+    return mirror
+
+
+@pytest.mark.parametrize("left", ["some files and the marker", "the marker", "empty folders"])
+def test_traces_that_hold_no_work_do_not_stop_a_fresh_start(
+    tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = _lose_all_but(tmp_path, left)
+    peeked = _mirrored(tmp_path)
+    assert peeked.peek() is None
+    peeked.close()
+    digests = _train(tmp_path, 2)
+    assert f"file://{mirror} has traces of steps [0], but no copy" in caplog.text
+    assert "there is nothing to resume" in caplog.text
+
+    # What it left is replaced by the copies of the new run.
+    shutil.rmtree(tmp_path / "run")
+    tiny = Tiny()
+    info = _mirrored(tmp_path).load(tiny.state)
+    assert info and info.last_step_info.global_step == 1 and tiny.digest() == digests[1]
+
+
+def test_files_without_a_manifest_stop_a_fresh_start(tmp_path: Path) -> None:
+    _lose_all_but(tmp_path, "all files")
+    with pytest.raises(CheckpointCorruptError, match=r"something of steps \[0\]; .*mirror ls"):
+        _mirrored(tmp_path).load(Tiny().state)
+
+
+def test_a_run_comes_back_from_a_copy_that_lacks_only_its_manifest(tmp_path: Path) -> None:
+    mirror = _lose_all_but(tmp_path, "all files and the marker")
+    tiny = Tiny()
+    handler = _mirrored(tmp_path)
+    peeked = handler.peek()
+    info = handler.load(tiny.state)
+    assert peeked and info and peeked.global_step == info.last_step_info.global_step == 0
+    handler.close()
+    assert _copies(tmp_path) == ["global_step_0"] and not list(mirror.glob(".copying-*"))
+
+
 @pytest.mark.parametrize("bad_reads", [1, 2])
 def test_reads_that_fail_at_times_do_not_condemn_the_only_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_reads: int
