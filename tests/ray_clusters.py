@@ -5,10 +5,6 @@ stopped or joined.
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,6 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.limits import stretched
 from tests.ray_helpers import SMALLEST_STORE_BYTES
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": SMALLEST_STORE_BYTES}
@@ -39,47 +34,6 @@ def cluster_of(n_nodes: int, **head: Any) -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-_RAY = str(Path(sys.executable).with_name("ray"))
-_HEAD, _OTHER = "127.0.0.2", "127.0.0.3"  # Ray replaces 127.0.0.1 by the address of a network card
-
-
-@contextlib.contextmanager
-def started_cluster(log: Path, cpus: int) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """Two nodes that ``ray start --block`` has started, as a job script does. Yields the address of
-    the head, and the process of each node, which ends its node at SIGTERM.
-    """
-    with socket.create_server((_HEAD, 0)) as probe:
-        address = f"{_HEAD}:{probe.getsockname()[1]}"
-    options = [f"--num-cpus={cpus}", f"--object-store-memory={SMALLEST_STORE_BYTES}", "--block"]
-    options += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    head = ["--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"]
-    nodes: list[subprocess.Popen[bytes]] = []
-    try:
-        with open(log, "ab") as output:
-            for host, role in ((_HEAD, head), (_OTHER, [f"--address={address}"])):
-                node = subprocess.Popen(
-                    [_RAY, "start", *role, f"--node-ip-address={host}", *options],
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-                nodes.append(node)
-                _wait_for_head(address, log)
-        yield address, nodes
-    finally:
-        # SIGTERM, because a killed ``ray start`` leaves its node behind. It drains for up to 30 s.
-        for node in nodes:
-            node.terminate()
-        for node in nodes:
-            node.wait(stretched(60))
-
-
-def _wait_for_head(address: str, log: Path) -> None:
-    end = time.monotonic() + stretched(60)
-    while subprocess.run([_RAY, "health-check", "--address", address]).returncode != 0:
-        assert time.monotonic() < end, log.read_text()
 
 
 def raylet_pid(node: Any) -> int:
