@@ -77,10 +77,14 @@ class Known:
 
 
 def drive(
-    root: Path, kills: int, lives: dict[int, dict[str, Any]] | None = None, **options: Any
+    root: Path,
+    kills: int,
+    lives: dict[int, dict[str, Any]] | None = None,
+    share: float | None = None,
+    **options: Any,
 ) -> Run:
     """Drive a run to its end through killed lives. ``lives`` has changes of the job from a life
-    on.
+    on. Each kill comes after a random part of the work, or after this ``share`` of the rest.
     """
     root.mkdir()
     draw = random.Random(kills)
@@ -96,6 +100,8 @@ def drive(
             kill = None
             if number < kills:
                 n_tokens = draw.randrange(2 * rest // (kills + 1 - number))
+                if share is not None:
+                    n_tokens = int(share * rest)
                 kill = (n_tokens, draw.uniform(0.0, 0.1))
                 rest -= n_tokens
             assert live(job, record, kill) == (SIGKILLED if kill else 0)
@@ -252,6 +258,6 @@ def test_a_new_learning_rate_after_a_kill_drops_the_answers_of_the_lost_weights(
     tmp_path: Path,
 ) -> None:
     options: dict[str, Any] = {"steps": 4, "ahead": 1, "freq_steps": 10}
-    run = drive(tmp_path / "run", 1, lives={1: {"lr": 0.02}}, **options)
+    run = drive(tmp_path / "run", 1, lives={1: {"lr": 0.02}}, share=0.8, **options)
     check_trained(run, 1)
     assert run.trained[-1]["stats"]["rollouts/dropped"] > 0
