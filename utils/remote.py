@@ -6,10 +6,11 @@ created.
 
 Credentials and endpoints are passed as the backend documents. S3: ``AWS_ENDPOINT_URL``,
 ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, or an instance role. Google:
-``GOOGLE_APPLICATION_CREDENTIALS``. HDFS (``pip install 'holdfast[hdfs]'``): ``HADOOP_CONF_DIR``,
-``HADOOP_USER_NAME``. Further options go through fsspec's configuration: ``FSSPEC_S3=
-'{"max_concurrency": 4}'`` in the environment, or ``~/.config/fsspec/*.json``. Set a lifecycle rule
-that aborts incomplete multipart uploads: a kill can leave one.
+``GOOGLE_APPLICATION_CREDENTIALS``. HDFS: ``HADOOP_CONF_DIR``, ``HADOOP_USER_NAME``.
+
+Further options go through fsspec's configuration: ``FSSPEC_S3='{"max_concurrency": 4}'`` in the
+environment, or ``~/.config/fsspec/*.json``. Set a lifecycle rule that aborts incomplete multipart
+uploads: a kill can leave one.
 """
 
 import contextlib
