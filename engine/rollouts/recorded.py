@@ -135,7 +135,13 @@ class Record:
         head: dict[str, Any],
         body: bytes,
     ) -> "Record":
-        head = {**place._asdict(), **head}
+        found_by = {
+            "ticket": place.ticket,
+            "key": place.key,
+            "nth": place.nth,
+            "kind": place.kind,
+        }
+        head = {**found_by, **head}
         return cls(place, head, join_payload(head, body))
 
     @classmethod

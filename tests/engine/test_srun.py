@@ -10,6 +10,7 @@ from tests.limits import stretched
 from tests.srun import job_variables, outside_of_slurm, srun, task_variables
 
 JOIN = """
+import os
 from holdfast.engine import FSDPEngine, TrainEngineConfig
 from holdfast.utils.distributed import gather_objects, get_rank, get_world_size
 from holdfast.utils.logging import configure_logging, get_logger

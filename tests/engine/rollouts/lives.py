@@ -30,12 +30,16 @@ class Lasting(Server):
     Attributes:
         contents: second part of the label. Other weights have another one.
         limit: number of answers after which it hangs, as if the driver were killed there.
+        answered: how often each prompt was answered, with its seed.
+        taken: number of answers that have reached the driver, which records them.
     """
 
     def __init__(self, version: int = 0, *, contents: str = "a", limit: int | None = None) -> None:
         super().__init__(version)
         self.contents, self.limit = contents, limit
         self.answered: Counter[tuple[Any, ...]] = Counter()
+        self.taken = 0
+        self._counting: set[asyncio.Task[None]] = set()
         self.seconds: dict[str, float] = {}
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
@@ -51,10 +55,18 @@ class Lasting(Server):
         if self.limit is not None and self.answered.total() >= self.limit:
             await asyncio.sleep(3600)
         self.answered[key_of(request)] += 1
+        counting = asyncio.create_task(self._count())
+        self._counting.add(counting)
+        counting.add_done_callback(self._counting.discard)
         tokens = [100 + next(_FRESH) for _ in range(2)]
         return ModelResponse(
             list(request.input_ids), tokens, [-0.1, -0.5], [self.version] * 2, "stop"
         )
+
+    async def _count(self) -> None:
+        for _ in range(30):  # an answer passes fewer callbacks of the loop on its way
+            await asyncio.sleep(0)
+        self.taken += 1
 
     @property
     def asked(self) -> Counter[tuple[Any, ...]]:

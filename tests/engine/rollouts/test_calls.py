@@ -49,7 +49,7 @@ def two_lives(trial: Trial, ask: Any, again: Any = None) -> tuple[Asking, Asking
     options: dict[str, Any] = {"max_head_offpolicyness": 0}
     with trial.life(server, first, **options) as life:
         life.serve(0)
-        wait_until(lambda: server.answered.total() == 3 and len(first.found) == 2)
+        wait_until(lambda: server.taken == 3 and len(first.found) == 2)
     with trial.life(Lasting(), second, **options) as life:
         life.serve(0)
         life.executor.next_batch(0)
@@ -158,7 +158,7 @@ def test_the_state_of_an_episode_is_built_again_by_direct_calls(tmp_path: Path) 
     trial, server = Trial(tmp_path), Lasting(limit=3)
     with trial.life(server, Sandbox(), max_head_offpolicyness=0) as life:
         life.serve(0)
-        wait_until(lambda: server.answered.total() == 3)
+        wait_until(lambda: server.taken == 3)
     again = Sandbox()
     with trial.life(Lasting(), again, max_head_offpolicyness=0) as life:
         life.serve(0)

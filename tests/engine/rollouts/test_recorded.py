@@ -53,7 +53,7 @@ def killed_after(trial: Trial, limit: int, workflow: Any, **options: Any) -> Las
     server = Lasting(limit=limit)
     with trial.life(server, workflow, **options) as life:
         life.serve(0)
-        wait_until(lambda: server.answered.total() == limit)
+        wait_until(lambda: server.taken == limit)
     return server
 
 
@@ -102,7 +102,7 @@ def test_nested_gathers_find_their_answers_in_any_order(tmp_path: Path) -> None:
         server.delay = lambda draw=draw: draw.choice([0.0, 0.001, 0.003])
         with trial.life(server, Nested(), max_head_offpolicyness=0) as life:
             life.serve(0)
-            wait_until(lambda server=server: server.answered.total() == 7)
+            wait_until(lambda server=server: server.taken == 7)
         assert not seen & server.asked
         seen += server.answered
     after, _, life = finish(trial, Nested(), max_head_offpolicyness=0)
@@ -197,12 +197,12 @@ def by_two_versions(trial: Trial, **options: Any) -> tuple[list[list[int]], Last
     with trial.life(server, workflow, **options) as life:
         life.serve(0)
         rows(life, 0)
-        wait_until(lambda: server.answered.total() == 6)
+        wait_until(lambda: server.taken == 6)
         life.commit()
         for version in (1, 2):
             life.serve(version)
             found = rows(life, version)
-            wait_until(lambda version=version: server.answered.total() == 6 + 4 * version)
+            wait_until(lambda version=version: server.taken == 6 + 4 * version)
     return found, server
 
 
@@ -392,7 +392,7 @@ def test_records_outlive_the_log_that_had_them(tmp_path: Path) -> None:
     server = Lasting(limit=10)
     with trial.life(server, Chat(turns=3)) as life:
         life.serve(0)
-        wait_until(lambda: server.answered.total() == 10)
+        wait_until(lambda: server.taken == 10)
         life.commit()
     for file in tmp_path.rglob("*.log"):
         file.unlink()
@@ -446,7 +446,7 @@ def test_a_state_with_other_records_is_refused(
     trial = Trial(tmp_path)
     with trial.life(Lasting(limit=3), Chat()) as life:
         life.serve(0)
-        wait_until(lambda: life.server.answered.total() == 3)
+        wait_until(lambda: life.server.taken == 3)
         life.commit()
     trial.generation[0].update(change)
     with pytest.raises(CheckpointMismatchError, match=message):
@@ -457,7 +457,7 @@ def test_a_state_without_records_loads(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     with trial.life(Lasting(limit=3), Chat()) as life:
         life.serve(0)
-        wait_until(lambda: life.server.answered.total() == 3)
+        wait_until(lambda: life.server.taken == 3)
         life.commit()
     for name in ("log", "records"):
         del trial.generation[0][name]
@@ -541,7 +541,7 @@ def test_images_are_encoded_again_and_a_changed_one_is_asked_again(tmp_path: Pat
             with trial.life(server, workflow, max_head_offpolicyness=0) as life:
                 life.loader.dataset = [sample] * 24
                 life.serve(0)
-                wait_until(lambda s=server, n=n_answered: s.answered.total() == n)
+                wait_until(lambda s=server, n=n_answered: s.taken == n)
             seen.append(server)
     first, second, third = seen
     assert not first.answered & second.asked

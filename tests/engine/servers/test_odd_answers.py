@@ -271,7 +271,7 @@ def test_the_only_server_of_a_list_is_waited_for_while_it_is_not_there(
         server.update_weights_from_disk(publish_hashed(Path(folder).parent, 0), 0)
     with make_executor([server], request_attempts=1) as executor:
         executor.set_version(0)
-        wait_until(lambda: "found no server there" in caplog.text)
+        wait_until(lambda: "requests wait for" in caplog.text)
         with Gateway(fake.url, port=gateway.port):
             assert len(executor.next_batch(0)["input_ids"]) == 4
         assert executor.stats()["rollouts/retried"] == 0
