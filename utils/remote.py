@@ -358,11 +358,13 @@ def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
 
 
 def _url_to_show(fs: Any, root: str, url: str) -> str:
-    if "::" in url or not fs._get_kwargs_from_urls(url):
-        return without_secrets(fs.unstrip_protocol(root))
-    # fsspec's own form of the URL may lack its host and user, without which it cannot be opened.
     parts = urlsplit(url)
     login, at, host = parts.netloc.rpartition("@")
+    is_in_path = bool(host) and root.lstrip("/").startswith(host)
+    if "::" in url or is_in_path or not parts.netloc:
+        return without_secrets(fs.unstrip_protocol(root))
+
+    # fsspec's own form of the URL lacks its host and user, without which it cannot be opened.
     user = login.partition(":")[0]
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{user}{at}{host}{path}"
