@@ -40,9 +40,10 @@ from holdfast.engine.rollouts import (
     RolloutConfig,
     RolloutExecutor,
     SharedRollouts,
+    TokenSequence,
     Trajectory,
+    to_trajectory,
 )
-from holdfast.engine.rollouts.trajectory import TokenSequence, to_trajectory
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.errors import CallLost
 

@@ -42,8 +42,12 @@ from grpo_job import (
 )
 from server_processes import VLLM_COMMAND, ServerProcesses, adapter_flags, wait_for_servers
 
-from holdfast.engine.rollouts import RLVRWorkflow, RolloutConfig, RolloutExecutor
-from holdfast.engine.rollouts.trajectory import concat_trajectories
+from holdfast.engine.rollouts import (
+    RLVRWorkflow,
+    RolloutConfig,
+    RolloutExecutor,
+    concat_trajectories,
+)
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.engine.worker_group import WorkerGroup

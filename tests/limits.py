@@ -5,6 +5,8 @@ Only limits after which a test gives up are stretched, never timeouts that are u
 """
 
 import os
+import time
+from collections.abc import Callable
 
 TIMEOUT_FACTOR = float(os.environ.get("HOLDFAST_TEST_TIMEOUT_FACTOR", "1"))
 """Factor for all limits."""
@@ -18,3 +20,11 @@ if not 0 < TIMEOUT_FACTOR < float("inf"):
 def stretched(limit_s: float) -> float:
     """Convert a limit for an idle machine to a limit for this one."""
     return limit_s * TIMEOUT_FACTOR
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    """Return as soon as ``condition`` holds."""
+    end = time.monotonic() + stretched(limit_s)
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.005)

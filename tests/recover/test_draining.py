@@ -14,6 +14,7 @@ from holdfast.engine.workers.nodes import draining_nodes
 from holdfast.engine.workers.placement import WorkerResources
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.recover.triggers import StopNotice
+from tests.limits import wait_until
 from tests.ray_helpers import SMALLEST_STORE_BYTES, Server, worker_environment
 
 pytestmark = pytest.mark.timeout(180)
@@ -102,7 +103,7 @@ def test_a_node_that_is_drained_delays_neither_a_restart_nor_the_end(cluster: Cl
             Server, name=f"rollout {attempt.number}", process_group=False, resources=place
         )
         assert group.call(0, "update_weights_from_disk", "", 2) == 2
-        time.sleep(5)  # until the rank has a lease
+        wait_until(group._lease_ends)
         (node,) = group.node_ids()
         drain(node, DEADLINE_S)
         if attempt.number == 0:

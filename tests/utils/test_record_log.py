@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from holdfast.utils.record_log import (
     split_payload,
 )
 from tests.faults.shim import Call, Shim
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,13 +70,6 @@ def read(folder: Path, log_id: str | None = NO_PARENT) -> list[bytes]:
 def read_file(path: Path) -> tuple[list[bytes], ReadCounts]:
     counts = ReadCounts()
     return list(read_records(path, counts)), counts
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.005)
 
 
 # Reading

@@ -17,7 +17,7 @@ from holdfast.utils.record_log import FRAME, ReadCounts, log_files, read_records
 from tests.engine.rollouts import user_code
 from tests.engine.rollouts.lives import Chat, Lasting, Trial
 from tests.engine.rollouts.servers import make_executor, make_loader
-from tests.engine.rollouts.test_executor import wait_until
+from tests.limits import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from holdfast.engine.servers.api import ModelRequest, ModelResponse
 from holdfast.utils.errors import ConfigError, RolloutError, RolloutTimeout
 from holdfast.utils.rng import capture_rng, rng_digest
 from tests.engine.rollouts.servers import Echo, Prompts, Server, make_executor, make_loader
-from tests.limits import stretched
+from tests.limits import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,13 +78,6 @@ def test_no_ticket_starts_earlier_than_staleness_allows(ahead: int) -> None:
             wait_until(lambda step=step: executor.stats()["rollouts/running"] == 0)
             assert len(workflow.indices) == 4 * (step + 1 + ahead)
             assert executor.stats()["rollouts/staleness_max"] == min(step, ahead)
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + stretched(5)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_no_ticket_is_handed_out_for_a_step_after_the_last() -> None:

@@ -11,7 +11,7 @@ from holdfast.engine.servers.api import ModelRequest, ModelResponse
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from holdfast.utils.plain_values import pack_plain, unpack_plain
 from tests.engine.rollouts.servers import Cut, Echo, Server, make_executor, make_loader
-from tests.engine.rollouts.test_executor import wait_until
+from tests.limits import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

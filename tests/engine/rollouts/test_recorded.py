@@ -32,8 +32,7 @@ from holdfast.utils.errors import CheckpointMismatchError, ConfigError, ServerEr
 from tests.engine.processors import make_processor, picture
 from tests.engine.rollouts import user_code
 from tests.engine.rollouts.lives import Chat, Lasting, Life, Trial, key_of
-from tests.engine.rollouts.test_executor import wait_until
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

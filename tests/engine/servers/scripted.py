@@ -1,6 +1,5 @@
 """Servers in this process that behave as a test wants, and published folders for them to load."""
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event, Lock
@@ -26,14 +25,6 @@ def write_published(root: Path, version: int, contents: str = "weights") -> Path
         folder, [write_entry(folder, "model.safetensors", weights)], {"weight_version": version}
     )
     return folder
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return as soon as ``condition`` holds."""
-    end = time.monotonic() + stretched(20)
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 class PlainServer:

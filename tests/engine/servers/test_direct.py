@@ -38,9 +38,9 @@ from tests.engine.hf.test_shard_ranges import _peak
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_model, tiny_model
-from tests.engine.servers.scripted import PlainServer, wait_until
+from tests.engine.servers.scripted import PlainServer
 from tests.helpers import run_ranks
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)

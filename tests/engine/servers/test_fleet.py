@@ -24,10 +24,9 @@ from tests.engine.servers.scripted import (
     PlainServer,
     ScriptedServer,
     refuse,
-    wait_until,
     write_published,
 )
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

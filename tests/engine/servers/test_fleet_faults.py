@@ -26,10 +26,10 @@ from holdfast.engine.servers.api import (
 )
 from holdfast.utils.errors import PublishError
 from tests.engine.servers.fakes import FakeServer
-from tests.engine.servers.scripted import wait_until, write_published
+from tests.engine.servers.scripted import write_published
 from tests.engine.servers.test_publish import make_engine, publish
 from tests.helpers import run_ranks
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)

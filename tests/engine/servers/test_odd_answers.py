@@ -35,8 +35,7 @@ from tests.engine.rollouts.servers import make_executor
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed
 from tests.engine.servers.gateway import Gateway
-from tests.engine.servers.scripted import wait_until
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

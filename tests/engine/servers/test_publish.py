@@ -39,9 +39,9 @@ from holdfast.utils.errors import (
     WorkerLost,
 )
 from holdfast.utils.manifest import verify_folder
-from tests.engine.servers.scripted import PlainServer, ScriptedServer, wait_until
+from tests.engine.servers.scripted import PlainServer, ScriptedServer
 from tests.helpers import run_ranks
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 
 
 class Server:

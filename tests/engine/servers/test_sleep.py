@@ -34,8 +34,8 @@ from holdfast.utils.errors import (
 )
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed_adapters
-from tests.engine.servers.scripted import PlainServer, ScriptedServer, wait_until, write_published
-from tests.limits import stretched
+from tests.engine.servers.scripted import PlainServer, ScriptedServer, write_published
+from tests.limits import stretched, wait_until
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(90)
