@@ -20,9 +20,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import fsspec.core
+from fsspec.dircache import DirCache
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import (
     RetryCallState,
@@ -352,22 +352,27 @@ def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
 
     # Cached listings are stale. They are switched off here, because backends that pass their
     # options on (hdfs-native, sftp) refuse fsspec's option for it.
-    if hasattr(fs, "dircache"):
+    if isinstance(getattr(fs, "dircache", None), DirCache):
         fs.dircache.use_listings_cache = False
     return fs, root.rstrip("/")
 
 
 def _url_to_show(fs: Any, root: str, url: str) -> str:
-    parts = urlsplit(url)
-    login, at, host = parts.netloc.rpartition("@")
-    is_in_path = bool(host) and root.lstrip("/").startswith(host)
-    if "::" in url or is_in_path or not parts.netloc:
-        return without_secrets(fs.unstrip_protocol(root))
+    if "::" in url:
+        return without_secrets(url.rstrip("/"))
+    scheme, _, rest = url.partition("://")
+    if "?" not in root:
+        rest, _, _ = rest.partition("?")  # options, among them secrets
+    netloc, slash, path = rest.rstrip("/").partition("/")
+    login, at, host = netloc.rpartition("@")
 
-    # fsspec's own form of the URL lacks its host and user, without which it cannot be opened.
+    # fsspec's own form of a URL lacks its host and user, unless the host is a part of the path, as
+    # a bucket is. Without them it cannot be opened.
+    is_in_path = root.rstrip("/") != slash + path
+    if not netloc or (is_in_path and not at):
+        return without_secrets(fs.unstrip_protocol(root))
     user = login.partition(":")[0]
-    path = parts.path.rstrip("/")
-    return f"{parts.scheme}://{user}{at}{host}{path}"
+    return f"{scheme}://{user}{at}{host}{slash}{path}"
 
 
 def _describe(error: BaseException | None) -> str:

@@ -64,13 +64,17 @@ class Calls:
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
         self.url = url
         self._what = what
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._error = error
         self._end = time.monotonic() + limit_s
         self._client = httpx2.Client(
             base_url=url, limits=httpx2.Limits(max_keepalive_connections=0)
         )
         self.seconds: dict[str, float] = {}
+
+    def restart_limit(self) -> None:
+        """Count the limit from now on, after long work that the server has no part in."""
+        self._end = time.monotonic() + self.limit_s
 
     def __enter__(self) -> "Calls":
         return self
@@ -133,7 +137,7 @@ class Calls:
                 again = Retrying(**_trying(self._end - time.monotonic(), *_NOT_CONNECTED))
                 return again(self._receive, method, path, headers=bearer(key), **options)
         except httpx2.RequestError as failure:
-            raise _broken(failure, self._named(method, path), self._limit_s) from failure
+            raise _broken(failure, self._named(method, path), self.limit_s) from failure
 
     def _named(self, method: str, path: str) -> str:
         return f"{self._what}: {method} {without_secrets(path)}"
