@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 import xxhash
 
 from .errors import CheckpointCorruptError, CheckpointWriteError
-from .files import fsync_dir, make_durably, open_regular
+from .files import fsync_dir, make_durably, open_regular, remove_or_log
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -152,6 +152,8 @@ def _read_records(fd: int, end: int, counts: ReadCounts) -> Iterator[bytes]:
         if payload is not None or bad == 0:
             bad += 1
         wasted += payload or 0
+        if payload is not None:
+            wasted += _SEARCH_BYTES  # the search begins again after each magic
         if wasted > _MOST_WASTED_BYTES:
             counts.damaged += bad
             return
@@ -465,12 +467,13 @@ class RecordLog:
         """
         try:
             files = log_files(self.folder)
-            numbers = [file.number for file in files if file.id == log_id]
-            for file in files:
-                if numbers and file.number < numbers[0]:
-                    os.unlink(file.path)
         except OSError as error:
-            logger.warning("cannot delete old files of %s: %s", self.folder, error)
+            logger.warning("cannot list %s to delete old files: %s", self.folder, error)
+            return
+        numbers = [file.number for file in files if file.id == log_id]
+        for file in files:
+            if numbers and file.number < numbers[0]:
+                remove_or_log(file.path)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Write and sync what was appended, and end the thread. If it hangs longer than

@@ -357,7 +357,11 @@ def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
     return fs, root.rstrip("/")
 
 
-def _url_to_show(fs: Any, root: str, url: str) -> str:
+def _url_to_show(
+    fs: Any,
+    root: str,
+    url: str,
+) -> str:
     if "::" in url:
         return without_secrets(url.rstrip("/"))
     scheme, _, rest = url.partition("://")

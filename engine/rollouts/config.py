@@ -36,7 +36,8 @@ class RolloutConfig:
     replay: str = "exact"
     """Which recorded answers a start uses. ``exact``: those whose weights exist in this run, in the
     restored generation or made again bit for bit. ``all``: also those of lost weights, for kernels
-    whose sums do not repeat, if nothing about training was changed. ``off``: no records.
+    whose sums do not repeat, if nothing about training was changed. ``off``: none
+    but those of ``once`` calls.
     """
 
     def __post_init__(self) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 import xxhash
+from torch import Tensor
 
 from ..servers.api import ModelRequest
 
@@ -77,8 +79,8 @@ class _Pickler(pickle.Pickler):
     """Writes equal values alike in every process.
 
     Without its memo (``fast``), pickle does not show which objects are shared. The order of a set
-    depends on the process, so its items are sorted. Lists of token ids are packed, because they are
-    long.
+    depends on the process, so its items are sorted. Pickled tensors name an address, so their bytes
+    are taken. Lists of token ids are packed, because they are long.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -91,6 +93,8 @@ class _Pickler(pickle.Pickler):
             return _packed_ids(obj)
         if kind is set or kind is frozenset:
             return kind.__name__, sorted(map(_digest, obj))
+        if isinstance(obj, Tensor):
+            return _packed_tensor(obj)
         return None
 
 
@@ -102,3 +106,9 @@ def _packed_ids(values: list[Any]) -> tuple[str, bytes] | None:
     except (TypeError, OverflowError):
         # a list of other things too
         return None
+
+
+def _packed_tensor(tensor: Tensor) -> tuple[str, str, tuple[int, ...], bytes]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes()
+    return "tensor", str(tensor.dtype), tuple(tensor.shape), data

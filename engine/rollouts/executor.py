@@ -531,6 +531,7 @@ class RolloutExecutor:
                 trajectory = _kept(trajectory)
             self._ledger.settle(ticket.number, trajectory)
             self._recorded.forget(ticket.number)
+            engine.is_over = True
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()
 

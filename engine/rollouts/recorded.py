@@ -338,6 +338,7 @@ class Recorded:
             # If no earlier life made these weights, the later weights of those lives are lost, too.
             answers = list(self._unasked_answers())
             known = {record.label(version) for record in answers if version in record.versions}
+            known.discard(None)  # nobody said
             diverged = label is not None and bool(known) and label not in known
             for record in answers:
                 lost = version in record.versions and not self._exists(record, version)
@@ -466,8 +467,6 @@ class Recorded:
     # With the lock
 
     def _add(self, records: Iterable[bytes]) -> None:
-        if self._replay == "off":
-            return
         unreadable = 0
         for data in records:
             try:
@@ -479,6 +478,16 @@ class Recorded:
                 continue
             self._records.setdefault(record.place.ticket, {})[record.place] = record
             self._unasked.add(record.place)
+        if self._replay == "off":
+            self._keep_effects()
+
+    def _keep_effects(self) -> None:
+        """Drop all records but those of calls with an outside effect, which nothing may repeat."""
+        for records in self._records.values():
+            for place in list(records):
+                if place._replace(kind=Kind.BEGUN) not in records:
+                    del records[place]
+                    self._unasked.discard(place)
 
     def _label_early(self, version: int, label: str | None) -> None:
         """Record answers again, with the label of a version that sampled them before it was

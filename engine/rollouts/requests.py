@@ -167,6 +167,8 @@ class TicketEngine:
         self._sender = sender
         self._recorded = recorded
         self._n_asked: Counter[str] = Counter()  # by digest
+        # set when the ticket has its trajectory. What a workflow has left running is not recorded
+        self.is_over = False
 
     def __str__(self) -> str:
         return str(self._ticket)
@@ -192,7 +194,8 @@ class TicketEngine:
             raise RolloutError(
                 f"no server completed request {request.rid}, the last one said: {error}"
             ) from error
-        self._recorded.note_answer(place, response)
+        if not self.is_over:
+            self._recorded.note_answer(place, response)
         return response
 
     async def call(
@@ -217,6 +220,8 @@ class TicketEngine:
         if once:
             await self._begin(fn, place._replace(kind=Kind.BEGUN))
         result = await _awaited(fn(*args, **kwargs))
+        if self.is_over:
+            return result
         try:
             self._recorded.note(Record.of_call(place, result))
         except ConfigError as error:

@@ -222,6 +222,24 @@ def test_a_magic_inside_of_a_payload_is_part_of_it(tmp_path: Path) -> None:
     assert (counts.torn, counts.damaged > 0) == (0, True)
 
 
+def test_a_file_full_of_magics_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "00000001-0000aaaa-00000000.log"
+    path.write_bytes(MAGIC * (1 << 20))
+    n_read = 0
+    pread = os.pread
+
+    def counting(fd: int, size: int, at: int) -> bytes:
+        nonlocal n_read
+        data = pread(fd, size, at)
+        n_read += len(data)
+        return data
+
+    monkeypatch.setattr(os, "pread", counting)
+    found, counts = read_file(path)
+    assert found == [] and counts.damaged > 0
+    assert n_read < 2 << 30
+
+
 def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
     """A sparse file of a terabyte, with records that claim gigabytes."""
     code = (

@@ -253,6 +253,19 @@ def test_a_kill_at_any_record_makes_no_order_twice(tmp_path: Path) -> None:
     assert n_unknown == 4
 
 
+def test_a_start_that_ignores_records_makes_no_order_twice(tmp_path: Path) -> None:
+    outside = Outside()
+    trial = Trial(tmp_path, batch_size=1)
+    for replay in ("exact", "off"):
+        workflow = Asking(lambda engine: _order(engine, outside))
+        with trial.life(Lasting(), workflow, max_head_offpolicyness=0, replay=replay) as life:
+            life.serve(0)
+            life.executor.next_batch(0)
+            assert life.stat("replayed") == 0
+        assert list(workflow.found.values()) == [["sent a", "sent b"]]
+    assert outside.effects == {"a": 1, "b": 1}
+
+
 def test_an_order_whose_result_is_damaged_is_not_made_again(tmp_path: Path) -> None:
     outside = Outside()
 

@@ -584,10 +584,14 @@ def test_a_call_is_its_function_and_its_arguments_in_every_process() -> None:
     assert call_digest(len, [shared, shared], {}) == call_digest(len, ["ab!", "".join("ab!")], {})
 
 
-def test_a_set_has_one_digest_in_every_process() -> None:
+def test_sets_and_tensors_have_one_digest_in_every_process() -> None:
     code = (
+        "import torch\n"
         "from holdfast.engine.rollouts.digests import call_digest\n"
-        "print(call_digest(len, [{'w': {c * 3 for c in 'abcdefgh'}}], {}))"
+        "numbers = [torch.arange(6).view(2, 3)[:, 1], torch.ones(2, dtype=torch.bfloat16)]\n"
+        "numbers += [torch.tensor(True), torch.zeros(0)]\n"
+        "print(call_digest(len, [{'w': {c * 3 for c in 'abcdefgh'}}, numbers], {}))\n"
+        "assert call_digest(len, numbers[1:2], {}) != call_digest(len, [numbers[1] * 2], {})"
     )
     found = set()
     for seed in ("1", "2", "3"):
