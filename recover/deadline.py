@@ -44,13 +44,20 @@ def parse_deadline(value: str | float, after: float) -> float:
 
 
 def require_slurm() -> str:
-    """Return the id of SLURM's job. Raises `ConfigError` outside of a job."""
+    """Return the id of SLURM's job, for a task of an array as squeue takes it. Raises `ConfigError`
+    outside of a job.
+    """
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job:
         raise ConfigError(
             f"config key 'recover.must_save_by' is '{SLURM}', but this process is in no job of "
             "SLURM (SLURM_JOB_ID is not set); give a duration or a time, or none"
         )
+    # The last task of an array has the id of the array, by which squeue lists all of its tasks.
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
     return job
 
 

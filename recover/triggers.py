@@ -148,7 +148,8 @@ class Triggers:
         is_measured = step_s > 0 and self.save_s > 0
         if self._warned or grace_s is None or not is_measured:
             return
-        if self.stops.deadline is not None or step_s + self.save_s <= grace_s:
+        needed_s = step_s + self._n_saves * self.save_s
+        if self.stops.deadline is not None or needed_s <= grace_s:
             return
         self._warned = True
         logger.warning(
@@ -159,7 +160,7 @@ class Triggers:
             grace_s,
             step_s,
             self.save_s,
-            SAVE_MARGIN * (step_s + self._n_saves * self.save_s) + SLACK_S,
+            SAVE_MARGIN * needed_s + SLACK_S,
         )
 
 

@@ -64,6 +64,8 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=60
+# as some sites have it, against the default
+KillOnBadExit=1
 SlurmdTimeout=15
 # seconds for which finished jobs are remembered
 MinJobAge=7200

@@ -85,6 +85,7 @@ class Job:
         self.cluster = cluster
         self.script = script
         self.run = run
+        self._frozen: list[int] = []
         run.mkdir(parents=True, exist_ok=True)
         keys = [key.format(run=run) for key in (*script.arguments, *arguments)]
         output = f"--output={run}/%j.log"
@@ -226,7 +227,7 @@ class Job:
         bit = 1 << (signal.Signals[f"SIG{name}"] - 1)
 
         def has_come() -> bool:
-            return all(pending_signals(pid) & bit for pid in self.ranks)
+            return all(pending_signals(pid) & bit for pid in self._frozen)
 
         self._until(has_come, f"{name} to come to the ranks")
 
@@ -262,7 +263,9 @@ class Job:
 
     def freeze(self) -> None:
         """SIGSTOP the ranks. SLURM ends a job with SIGCONT and SIGTERM, which they see."""
-        for pid in self.ranks:
+        self._frozen = self.ranks
+        assert self._frozen, f"job {self.id} has no ranks"
+        for pid in self._frozen:
             os.kill(pid, signal.SIGSTOP)
 
     def thaw(self) -> None:

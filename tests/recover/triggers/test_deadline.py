@@ -152,6 +152,18 @@ def test_newer_slurm_tells_the_end_of_the_job_without_squeue(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("own_environment")
+def test_a_task_of_an_array_asks_for_its_own_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = int(time.time()) + 60
+    calls = _fake_squeue(tmp_path, f"print({end})")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert end_of_slurm_job() == end
+    assert calls.read_text() == "-h -j 4711_2 -o %e\n"
+
+
+@pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
