@@ -223,11 +223,19 @@ class Job:
         self._until(runs_again, f"restart {restarts}")
 
     def wait_for_pending(self, name: str) -> None:
-        """Wait until a signal has come to all ranks, which are frozen and cannot handle it yet."""
+        """Wait until a signal has come to all ranks: it is pending in a frozen rank, and one that has
+        ended had it.
+        """
         bit = 1 << (signal.Signals[f"SIG{name}"] - 1)
 
+        def has_come_to(pid: int) -> bool:
+            try:
+                return bool(pending_signals(pid) & bit)
+            except FileNotFoundError:
+                return True
+
         def has_come() -> bool:
-            return all(pending_signals(pid) & bit for pid in self._frozen)
+            return all(map(has_come_to, self._frozen))
 
         self._until(has_come, f"{name} to come to the ranks")
 
