@@ -223,8 +223,8 @@ class Job:
         self._until(runs_again, f"restart {restarts}")
 
     def wait_for_pending(self, name: str) -> None:
-        """Wait until a signal has come to all ranks: it is pending in a frozen rank, and one that has
-        ended had it.
+        """Wait until a signal has come to all ranks. It is pending in a frozen rank, and a rank
+        that has ended had it.
         """
         bit = 1 << (signal.Signals[f"SIG{name}"] - 1)
 
