@@ -21,6 +21,7 @@ _COMMANDS = {
     "convert": "convert",
     "diff": "diff",
     "export": "export",
+    "goodput": "goodput",
     "ls": "ls",
     "mirror": "mirror",
     "pin": "manage",

@@ -38,6 +38,17 @@ _IN_A_STORE = re.compile(r"(\.(rejected|retired|pinned)-)?global_step_|\.staging
 
 run_argument = click.argument("run", metavar="RUN")
 generation_argument = click.argument("generation", metavar="GEN")
+stats_option = click.option(
+    "--stats",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Path of the run's stats.jsonl.  [default: stats/stats.jsonl or stats.jsonl in RUN]",
+)
+
+
+def stats_file(trial_root: Path, named: Path | None) -> Path | None:
+    """The file of `stats_option`, or the one in the usual place. None if there is none."""
+    usual = [trial_root / "stats" / "stats.jsonl", trial_root / "stats.jsonl"]
+    return named or next(filter(Path.is_file, usual), None)
 
 
 class Run:

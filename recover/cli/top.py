@@ -24,7 +24,7 @@ from .output import (
     seconds_text,
     size_text,
 )
-from .runs import Run, run_argument
+from .runs import Run, run_argument, stats_file, stats_option
 
 Facts = dict[str, Any]
 """A part of the JSON document."""
@@ -32,16 +32,11 @@ Facts = dict[str, Any]
 _TAIL_BYTES = 256 << 10
 _LAST_STEPS = 20
 _SERVERS = "servers_"
-_STATS = ("stats/stats.jsonl", "stats.jsonl")
 
 
 @click.command("top", short_help="Watch a run.")
 @run_argument
-@click.option(
-    "--stats",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Path of the run's stats.jsonl.  [default: stats/stats.jsonl or stats.jsonl in RUN]",
-)
+@stats_option
 @click.option(
     "-n",
     "--every",
@@ -191,9 +186,7 @@ def _newest(store: GenerationStore) -> Facts | None:
 
 def _stats_of(root: Path, stats: Path | None) -> Facts:
     """The last logged values, and the mean seconds of each phase over the recent steps."""
-    # The usual place of a run's log, if no file is named.
-    usual = [root / name for name in _STATS if (root / name).is_file()]
-    path = stats or next(iter(usual), None)
+    path = stats_file(root, stats)
     if path is None:
         return {"stats": None, "spent_s": {}}
     lines = list(read_lines(path, "step", last_bytes=_TAIL_BYTES))

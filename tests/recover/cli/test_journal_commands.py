@@ -275,7 +275,7 @@ def test_a_stop_is_noted_with_its_reason(tmp_path: Path) -> None:
 
 def test_a_run_without_a_journal_and_one_at_a_url_are_one_message(tmp_path: Path) -> None:
     (tmp_path / "recover").mkdir()
-    for command in ("why", "top"):
+    for command in ("why", "top", "goodput"):
         code, _, err = holdfast(command, tmp_path)
         assert code == 2 and "journal.jsonl" in err
         code, _, err = holdfast(command, "s3://bucket/e/t")

@@ -1,0 +1,171 @@
+"""``holdfast goodput``: what the wall time of a run was spent on."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.recover.cli.goodput import measure
+from holdfast.utils.metrics import StatsLogger
+from tests.helpers import PRELOAD
+from tests.limits import stretched
+from tests.recover.cli.commands import answer, holdfast
+from tests.recover.runs import Tiny, make_handler, step_info
+
+pytestmark = pytest.mark.timeout(120)
+
+N_STEPS = 40
+KILLS = 8
+STEP_S = 0.02
+
+
+def _process_began() -> float:
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _train(root: str, kill_at: int) -> None:
+    """Train to the end, or until a kill in the middle of a step."""
+    handler, tiny = make_handler(root, freq_steps=3), Tiny()
+    first = handler.first_step(handler.load(tiny.state)).global_step
+    with Path(root, "began").open("a") as file:
+        file.write(f"{_process_began()}\n")
+    stats = StatsLogger(root)
+    stats.resume_after(first - 1 if first else None)
+    for step in range(first, N_STEPS):
+        begin = time.monotonic()
+        tiny.step()
+        time.sleep(STEP_S)
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        stats.log(step, {"training_s": time.monotonic() - begin})
+        with Path(root, "trained").open("a") as file:
+            file.write(f"{step}\n")
+        handler.dump(tiny.state, step_info(step))
+    handler.close()
+
+
+def _live(root: Path, kill_at: int) -> int | None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    process = context.Process(target=_train, args=(str(root), kill_at))
+    process.start()
+    process.join(stretched(60))
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed eight times on its way."""
+    root = tmp_path_factory.mktemp("killed")
+    moments = sorted(random.Random(7).sample(range(2, N_STEPS), KILLS))
+    codes = [_live(root, moment) for moment in [*moments, -1]]
+    assert codes == [-signal.SIGKILL] * KILLS + [0]
+    return root
+
+
+def test_the_parts_add_up_to_the_wall_time_of_a_run_that_was_killed_eight_times(
+    killed: Path,
+) -> None:
+    trial = killed / "e" / "t"
+    found = answer("goodput", trial)
+    lines = (trial / "journal.jsonl").read_text().splitlines()
+    began = float((killed / "began").read_text().split()[0])
+    wall_s = json.loads(lines[-1])["time"] - began
+    assert sum(found["seconds"].values()) == pytest.approx(wall_s, rel=0.01)
+    assert found["total_s"] == pytest.approx(wall_s, rel=0.01)
+
+    # The run itself has noted each step before its `dump`.
+    trained = [int(step) for step in (killed / "trained").read_text().split()]
+    assert found["n_attempts"] == KILLS + 1
+    assert (found["n_steps"], found["n_again"]) == (N_STEPS, len(trained) - N_STEPS)
+    assert found["n_again"] > 0
+    assert found["seconds"]["steps"] >= N_STEPS * STEP_S
+    assert found["seconds"]["again"] >= found["n_again"] * STEP_S
+    assert found["seconds"]["down"] >= KILLS * STEP_S, "the steps that the kills cut off"
+    assert found["goodput"] == pytest.approx(found["seconds"]["steps"] / wall_s, rel=0.01)
+
+
+def test_the_table_has_phases_and_a_line_in_words(killed: Path) -> None:
+    code, out, _ = holdfast("goodput", killed / "e" / "t", "--stats", killed / "stats.jsonl")
+    assert code == 0
+    assert "steps that were trained again" in out and "down, or a step that was cut off" in out
+    assert "  training" in out
+    assert f"{N_STEPS} steps count" in out and "starts and kills cost" in out
+    phases = answer("goodput", killed / "e" / "t", "--stats", killed / "stats.jsonl")["phases"]
+    lines = (killed / "stats.jsonl").read_text().splitlines()
+    logged = [json.loads(line)["training_s"] for line in lines]
+    assert len(logged) == N_STEPS and phases == {"training": pytest.approx(sum(logged), abs=0.01)}
+
+
+def _seconds(events: list[dict[str, Any]]) -> dict[str, float]:
+    return {kind: seconds for kind, seconds in measure(events).seconds.items() if seconds}
+
+
+def _event(time: float, event: str, **facts: Any) -> dict[str, Any]:
+    return {"event": event, "time": time, **facts}
+
+
+def _start(time: float, step: int | None, load_s: float = 1.0, process: float = 0) -> Any:
+    return _event(time, "start", step=step, load_s=load_s, process_started=process or time - 5)
+
+
+def test_a_supervised_run_waits_for_resources_and_loses_what_its_kill_cut_off() -> None:
+    events = [
+        _event(100, "attempt", supervised=True),
+        _event(118, "attempt"),
+        _start(120, None, process=110),
+        _event(130, "step", step=0),
+        _event(131, "save", blocked_s=1.0),
+        _event(141, "step", step=1),
+        _event(151, "step", step=2),
+        _event(155, "loss", group="trainer"),
+        _event(156, "attempt", supervised=True),
+        _start(165, 0, load_s=2.0, process=160),
+        _event(175, "step", step=1),
+        _event(178, "end", how="closed"),
+    ]
+    spent = measure(events)
+    assert (spent.n_steps, spent.n_again, spent.n_attempts) == (2, 2, 2)
+    assert _seconds(events) == {
+        "steps": 10 + 10,
+        "again": 20,
+        "blocked": 1,
+        "resources": 10 + 4,
+        "processes": 9 + 3,
+        "load": 1 + 2,
+        "ending": 3,
+        "down": 4 + 1,
+    }
+    assert spent.total_s == 78
+    assert spent.lost_s == 20 + 14 + 12 + 3 + 5
+
+
+def test_an_attempt_that_never_loads_and_lost_lines_leave_no_time_out() -> None:
+    events = [
+        _start(110, None, process=100),
+        _event(120, "step", step=0),
+        _event(121, "attempt"),  # the process had been killed, and its successor cannot load
+        _event(130, "failed", error="x"),
+        _event(150, "step", step=1),  # the line of the start is lost
+        _event(160, "end", how="exited"),
+    ]
+    assert _seconds(events) == {
+        "processes": 9 + 10,
+        "load": 1,
+        "steps": 10 + 20,
+        "ending": 10,
+    }
+
+
+def test_a_clock_that_is_set_back_costs_the_interval_in_which_it_was() -> None:
+    events = [_start(1000, None), *(_event(1000 + 10 * n, "step", step=n) for n in range(1, 4))]
+    events += [_event(500 + 10 * n, "step", step=3 + n) for n in range(1, 4)]
+    assert _seconds(events) == {"processes": 4, "load": 1, "steps": 30 + 20}
