@@ -10,7 +10,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints/default.txt
 PY := $(VENV)/bin/python
 PROCESSES ?= 2
-PYTEST := $(PY) -m pytest -n $(PROCESSES)
+# If a process of pytest dies, the run ends: xdist 3.8 may wait for ever for the tests of one that it replaced.
+PYTEST := $(PY) -m pytest -n $(PROCESSES) --max-worker-restart=0
 # Quick tests go to a process by the file, which makes what they share once; slow ones, some of which take a minute, one at
 # a time to whichever process is free (no test has a group). Files go in the order of tests/conftest.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -88,7 +89,7 @@ test-slurm: $(INSTALLED)  ## Run the tests of examples/slurm on a real SLURM of 
 	$(PY) -m tests.slurm
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
-	HOLDFAST_FAULTS=$(SHARE) HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults
+	HOLDFAST_FAULTS=$(SHARE) HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" tests/faults
 
 coverage: $(INSTALLED)  ## Run the tests of TIER in sight of coverage, in all their processes; kept in coverage_out/
 	rm -rf coverage_out

@@ -8,6 +8,7 @@ import pytest
 
 from tests.limits import stretched
 from tests.srun import job_variables, outside_of_slurm, srun, task_variables
+from tests.tiers import slow_but
 
 JOIN = """
 import os
@@ -50,17 +51,11 @@ def test_the_tasks_of_srun_join_without_torchrun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "heard"),
-    [
-        (job_variables(), "rank 0 of 1 heard ['0']"),
-        (task_variables(RAY_RAYLET_PID="1"), "rank 0 of 1 heard ['0']"),
-    ],
+    "variables", slow_but([job_variables()], [job_variables(), task_variables(RAY_RAYLET_PID="1")])
 )
-def test_a_process_that_srun_did_not_start_stays_alone(
-    variables: dict[str, str], heard: str
-) -> None:
+def test_a_process_that_srun_did_not_start_stays_alone(variables: dict[str, str]) -> None:
     done = _run(["-c", JOIN], variables)
-    assert done.returncode == 0 and heard in done.stdout, done.stdout
+    assert done.returncode == 0 and "rank 0 of 1 heard ['0']" in done.stdout, done.stdout
 
 
 def test_a_task_without_a_known_rank_is_refused_before_it_waits() -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.lora.engines import write_base
 from tests.helpers import run_ranks
 from tests.recover.runs import make_handler, step_info
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -297,7 +298,9 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", slow_but([TargetNetworks, GradualFreezing], KINDS), ids=lambda kind: kind.__name__
+)
 def test_a_run_whose_frozen_weights_change_ends_as_if_it_was_never_killed(
     kind: type[Run], tmp_path: Path
 ) -> None:

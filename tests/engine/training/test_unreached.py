@@ -5,6 +5,7 @@ micro-batches.
 """
 
 import copy
+import itertools
 import math
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from holdfast.engine.training.meshes import Meshes, open_meshes
 from holdfast.engine.training.optimizer_step import clip_and_step
 from holdfast.engine.training.sharding import shard_model
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -141,9 +143,11 @@ def unsharded(only_adapters: bool) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("sync_last", [False, True], ids=["every", "last"])
-@pytest.mark.parametrize("replicas", [1, 2], ids=["shards", "replicas"])
-@pytest.mark.parametrize("only_adapters", [False, True], ids=["all trained", "adapters"])
+CASES = list(itertools.product([False, True], [1, 2], [False, True]))
+QUICK = [(False, 1, False), (True, 2, True)]
+
+
+@pytest.mark.parametrize(("only_adapters", "replicas", "sync_last"), slow_but(QUICK, CASES))
 def test_parameters_that_some_ranks_do_not_reach_are_trained_as_on_one_process(
     only_adapters: bool, replicas: int, sync_last: bool
 ) -> None:
