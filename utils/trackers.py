@@ -1,4 +1,5 @@
-"""Experiment trackers next to ``stats.jsonl``: TensorBoard, Weights & Biases and trackio.
+"""Experiment trackers next to ``stats.jsonl``: TensorBoard, Weights & Biases, trackio and
+Prometheus.
 
 Each library is imported when its tracker is opened. Trackers that identify runs by an id receive
 the run's id, so that a resumed run continues in the same place. A tracker does not receive steps
@@ -6,6 +7,8 @@ that it already has (see `StatsLogger`).
 """
 
 import importlib.util
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,9 @@ from typing import Any, Protocol
 
 from .compat.trackio_private import steps_of
 from .errors import ConfigError
+
+PROMETHEUS_ADDRESS = "HOLDFAST_PROMETHEUS"
+"""Environment variable with the ``host:port`` that a Prometheus server scrapes."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +135,60 @@ class _Trackio:
         self._run.finish()
 
 
+class _Prometheus:
+    """Gauges for a Prometheus server to scrape, at ``http://127.0.0.1:9464/metrics`` or the
+    ``host:port`` in ``HOLDFAST_PROMETHEUS``. They have the values of the last step.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self.has_step = run.last_step - 1  # a resumed run shows its last step at once
+        self._run_name = run.name
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        host, port = _prometheus_address()
+        try:
+            self._server, _ = start_http_server(port, host, self._registry)
+        except OSError as error:
+            raise ConfigError(
+                f"no server for Prometheus can be started at {host}:{port}: {error}; set "
+                f"{PROMETHEUS_ADDRESS} to another host:port"
+            ) from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from prometheus_client import Gauge
+
+        for name, value in {"step": step, **values}.items():
+            metric = "holdfast_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            if metric not in self._gauges:
+                about = f"{name} of the last step"
+                gauge = Gauge(metric, about, ["run"], registry=self._registry)
+                self._gauges[metric] = gauge.labels(self._run_name)
+            self._gauges[metric].set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _prometheus_address() -> tuple[str, int]:
+    address = os.environ.get(PROMETHEUS_ADDRESS, "127.0.0.1:9464")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{PROMETHEUS_ADDRESS} is {address!r}; expected host:port")
+    return host.strip("[]"), int(port)
+
+
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "trackio": _Trackio,
+    "prometheus": _Prometheus,
 }
-"""Maps the name of a tracker, its package and its extra to its class."""
+"""Maps the name of a tracker, which is also that of its extra, to its class."""
+_PACKAGES = {"prometheus": "prometheus_client"}
+"""Packages that do not have the name of their tracker."""
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -144,8 +198,8 @@ def require_trackers(names: Sequence[str]) -> None:
             known = ", ".join(map(repr, TRACKERS))
             raise ConfigError(f"config key 'trackers' names {name!r}; expected some of {known}")
 
-        # A tracker, its package and its extra have one name.
-        if importlib.util.find_spec(name) is None:
+        package = _PACKAGES.get(name, name)
+        if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"config key 'trackers' names {name!r}, which is not installed; run pip install "
                 f"'holdfast[{name}]', or leave it out"

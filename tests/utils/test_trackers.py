@@ -12,12 +12,16 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.utils import trackers
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.metrics import RUN_ID_NAME, STATS_NAME, StatsLogger, read_stats
+from tests.helpers import free_port
 from tests.limits import stretched
 
 LIFE = """
@@ -133,6 +137,37 @@ def test_a_tracker_that_is_added_later_gets_the_steps_before(tmp_path: Path) -> 
     live(tmp_path, "tensorboard", "none", 3)
     live(tmp_path, "tensorboard,wandb", "2", 5)
     assert [step for _, step, _ in wandb_rows(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def _scrape(address: str) -> dict[str, float]:
+    text = urlopen(f"http://{address}/metrics", timeout=stretched(20)).read().decode()
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.labels["run"] for sample in samples} == {"run"}
+    return {sample.name: sample.value for sample in samples}
+
+
+def test_prometheus_scrapes_the_last_step_of_a_run_and_of_its_next_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv(trackers.PROMETHEUS_ADDRESS, address)
+    live(tmp_path, "prometheus", "none", 4, "killed")
+    stats = StatsLogger(tmp_path, ["prometheus"], name="run")
+    stats.resume_after(1)
+    stats.log(2, {"loss": 0.125, "a/b": 3.0, "a_b": 4.0})
+    assert _scrape(address) == {"holdfast_step": 2, "holdfast_loss": 0.125, "holdfast_a_b": 4}
+    other = StatsLogger(tmp_path / "other", ["prometheus"])
+    with pytest.raises(ConfigError, match=f"no server for Prometheus can be started at {address}"):
+        other.log(0, {"loss": 1.0})
+    stats.close()
+    other.log(0, {"loss": 1.0})  # the port is free again
+    other.close()
+    with pytest.raises(URLError):
+        _scrape(address)
+    monkeypatch.setenv(trackers.PROMETHEUS_ADDRESS, "9464")
+    with pytest.raises(ConfigError, match="HOLDFAST_PROMETHEUS is '9464'; expected host:port"):
+        StatsLogger(tmp_path / "third", ["prometheus"]).log(0, {"loss": 1.0})
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_is_written(
