@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints/default.txt
 PY := $(VENV)/bin/python
-PROCESSES ?= 2
+PROCESSES ?= 3
 # If a process of pytest dies, the run ends: xdist 3.8 may wait for ever for the tests of one that it replaced.
 PYTEST := $(PY) -m pytest -n $(PROCESSES) --max-worker-restart=0
 # Quick tests go to a process by the file, which makes what they share once; slow ones, some of which take a minute, one at

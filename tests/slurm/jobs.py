@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -254,9 +255,11 @@ class Job:
         self._until(has_ended, f"the end of job {self.id}", timeout_s=300)
 
     def _start_now(self) -> None:
-        # A job that was requeued waits until its old credentials have expired.
+        # A job that was requeued waits two minutes, so that no node takes its new credentials for
+        # the revoked ones, which it knows by the second in which they were made.
         fields = self.fields
         if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
+            time.sleep(2)
             ask("scontrol", "update", f"JobId={self.id}", "StartTime=now")
 
     def _until(self, condition: Callable[[], object], what: str, timeout_s: float = 120) -> None:
