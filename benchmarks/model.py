@@ -121,6 +121,7 @@ def build_engine(
     gradient_sync: str = "auto",
     dtype: str = "float32",
     compiled: bool = False,
+    shares_prompts: bool = False,
 ) -> FSDPEngine:
     """Build the engine of this rank and train one step, so that there are moments to save."""
     # Rank 0 writes the model's configuration, which all ranks read.
@@ -140,6 +141,7 @@ def build_engine(
         pack_sequences=pack_sequences,
         attn_impl=attn_impl,
         compile=compiled,
+        enable_tree_training=shares_prompts,
         fsdp=FSDPConfig(gradient_sync=gradient_sync),
         optimizer=OptimizerConfig(lr=1e-5),
     )

@@ -9,6 +9,7 @@ from holdfast.engine.config import PACKED_ATTENTION
 
 from .harness import Figure, Options, Times, Way, interleave, over
 from .model import TrainingSize, build_engine, ragged_batch, train, training_size
+from .prompts import prompt_figures
 from .ranks import Session, on_ranks
 from .steps import step_figures
 from .trl_steps import HAS_TRL, TrlSteps
@@ -41,7 +42,13 @@ def train_throughput(options: Options) -> list[Figure]:
         note=f"16 sequences a rank, log-normal lengths around {40 * longer} tokens, "
         f"at most {256 * longer}",
     )
-    return [tokens, *_attention_figures(options), _growth_figure(options), *step_figures(options)]
+    return [
+        tokens,
+        *_attention_figures(options),
+        _growth_figure(options),
+        *prompt_figures(options),
+        *step_figures(options),
+    ]
 
 
 def _measure(session: Session) -> Times:

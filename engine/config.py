@@ -283,6 +283,11 @@ class TrainEngineConfig:
     """Fill every packed row up to ``mb_spec.max_tokens_per_mb`` with tokens that do not count. The
     GPU allocator then sees only one shape, and each step takes as long as a full one.
     """
+    enable_tree_training: bool = False
+    """Compute the prompt of several answers once for each micro-batch. Loss and gradients differ by
+    rounding. For models with our attention, without dropout. See docs/algorithms.md. Mini-batches
+    of `PPOActor` and `PPOCritic` then hold whole groups.
+    """
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Micro-batching."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
@@ -337,6 +342,9 @@ class TrainEngineConfig:
                 "to true, or leave this out"
             )
 
+        if self.enable_tree_training:
+            self._require_shareable()
+
         # A text is a way to recompute, true and false are all or none.
         choice = self.gradient_checkpointing
         known = not isinstance(choice, str) or re.fullmatch(_CHECKPOINTINGS, choice)
@@ -386,6 +394,21 @@ class TrainEngineConfig:
                 "out one of them"
             )
         _ = self.parallel_strategy  # raises if it cannot be
+
+    def _require_shareable(self) -> None:
+        # Prompts are shared in packed rows of text, and with them what dropout would draw.
+        if not self.pack_sequences:
+            other = "'pack_sequences' is false"
+        elif self.train_vision:
+            other = "'train_vision' is true"
+        elif not self.disable_dropout:
+            other = "'disable_dropout' is false"
+        else:
+            return
+        raise ConfigError(
+            f"config key 'enable_tree_training' is true, but {other}: only prompts of text, in "
+            "packed rows and without dropout, are computed once; change one of them"
+        )
 
     @property
     def parallel_strategy(self) -> ParallelStrategy:

@@ -75,6 +75,7 @@ from .training.packed_batch import MicroBatch
 from .training.process_groups import ProcessGroups, close_process_groups, open_process_groups
 from .training.rotary import longest_sequence
 from .training.routers import Routers
+from .training.shared_prompts import warn_of_copies
 from .training.vision import Vision
 
 logger = get_logger(__name__)
@@ -181,7 +182,12 @@ class FSDPEngine:
         vision = Vision(model) if config.train_vision else None
         n_known = n_known_tokens(model)
         self._rules = CutRules(
-            config.row_tokens, longest, meshes.ranks_with_same_data, vision, n_known
+            config.row_tokens,
+            longest,
+            meshes.ranks_with_same_data,
+            vision,
+            n_known,
+            config.enable_tree_training,
         )
 
         self._base = base_of(config, folder, groups.control)
@@ -285,7 +291,8 @@ class FSDPEngine:
             ``expert_load_max_over_mean``, over all ranks: tokens of the expert with the most,
             divided by the mean of all experts, averaged over the layers (1 is even). With
             ``router_aux_loss_coef`` also ``router_aux_loss``, without that factor. ``loss`` does
-            not contain it.
+            not contain it. With ``enable_tree_training`` also ``tree_token_ratio``, over all ranks:
+            computed tokens, divided by those of whole sequences.
 
         Raises:
             BatchError: the batch is malformed, no token counts on any rank, or no loss of any rank
@@ -299,6 +306,8 @@ class FSDPEngine:
 
         weighed = self._cut(batch, loss_weight_fn)
         micro_batches = weighed.micro_batches
+        if not self.config.gradient_checkpointing:
+            warn_of_copies(micro_batches[0].shared)
         meshes = self._meshes
         optimizer.zero_grad()
         routers.start_step(self.device)
@@ -326,6 +335,8 @@ class FSDPEngine:
         stats["n_mbs"] = n_mbs
         stats["num_micro_batches"] = n_mbs
         stats["n_tokens"] = float(sum(mb.n_tokens for mb in micro_batches if not mb.is_dummy))
+        if self.config.enable_tree_training:
+            stats["tree_token_ratio"] = weighed.tree_token_ratio
         self._train_stats.add(stats)
         return stats
 

@@ -117,6 +117,7 @@ def build_initial_model(
             max_row_tokens=config.mb_spec.max_tokens_per_mb,
             sequence=meshes.sequence,
             sees=config.train_vision,
+            shares_prompts=config.enable_tree_training,
         )
     elif meshes.sequence is not None:
         raise ConfigError(

@@ -54,8 +54,8 @@ UNCOUNTED = "activations of the vision tower are not counted"
 """True of every plan with ``train_vision``, because the tower's forward depends on the sizes of
 images.
 """
-_attended: ContextVar[Callable[[Tensor], None]] = ContextVar("attended")
-"""Called with each result of an attention."""
+_attended: ContextVar[Callable[[str, Tensor], None]] = ContextVar("attended")
+"""Called with ``results`` or ``keys`` and each result of an attention, its keys and its values."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Unit:
             has.
         kept_in_parts: bytes per token that these ranks share.
         results, results_in_parts: the same for what ``gradient_checkpointing: selective`` keeps.
+        keys: bytes per token of keys and values, which these ranks share.
     """
 
     dense: int = 0
@@ -88,6 +89,31 @@ class Unit:
     kept_in_parts: float = 0.0
     results: float = 0.0
     results_in_parts: float = 0.0
+    keys: float = 0.0
+
+
+@dataclass(frozen=True)
+class AnswerGroup:
+    """Tokens of a prompt, and of each of ``size`` answers to it, for ``enable_tree_training``."""
+
+    prompt: int
+    answer: int
+    size: int
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row with one group. The last prompt token is there for each answer."""
+        return self.prompt - 1 + self.size * (self.answer + 1)
+
+    @property
+    def factor(self) -> float:
+        """Tokens of whole sequences for each token of a row."""
+        return self.size * (self.prompt + self.answer) / self.row_tokens
+
+    @property
+    def copied_keys(self) -> float:
+        """Copies of keys of the prompt in front of answers, for each token of a row."""
+        return self.size * (self.prompt - 1) / self.row_tokens
 
 
 @dataclass(frozen=True)
@@ -223,6 +249,7 @@ def plan_step(
     strategy: ParallelStrategy,
     tokens: int,
     memory: int = 0,
+    group: AnswerGroup | None = None,
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a
     row).
@@ -236,6 +263,7 @@ def plan_step(
         strategy: the mesh, for a number of ranks.
         tokens: in a micro-batch.
         memory: bytes of the GPU, on which ``gradient_sync: auto`` depends. 0: a CPU.
+        group: of answers that share their prompt. None: no prompt is shared.
 
     Raises:
         ConfigError: see `require_whole_rows`.
@@ -285,6 +313,11 @@ def plan_step(
     *kept_blocks, kept_rest = [
         row_tokens * (unit.kept + unit.kept_in_parts / tensor_ranks) for unit in units
     ]
+    if group is not None:
+        # Ranks that share a row have some heads each, for all of its tokens.
+        n_copies = row_tokens * group.copied_keys / tensor_ranks
+        for number, unit in enumerate(sizes.blocks):
+            kept_blocks[number] += n_copies * unit.keys
     results = [0.0] * len(kept_blocks)
     if config.gradient_checkpointing == "selective":
         results = [
@@ -513,6 +546,12 @@ def _kept_bytes(
     def add_result(tensor: Tensor) -> None:
         add("results", tensor, tensor.nbytes)
 
+    def add_of_attention(name: str, tensor: Tensor) -> None:
+        if name == "results":
+            add_result(tensor)
+        else:
+            kept[current[-1]][name] += tensor.nbytes / tokens
+
     def enter(block: nn.Module, _: Any) -> None:
         current.append(block)
 
@@ -525,7 +564,7 @@ def _kept_bytes(
 
     # The head is left out, because it runs in chunks (see `plan_step`).
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    token = _attended.set(add_result)
+    token = _attended.set(add_of_attention)
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         _Results(add_result),
@@ -560,8 +599,11 @@ class _FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        note = _attended.get()
         for result in (out, sums):
-            _attended.get()(result)
+            note("results", result)
+        for seen in (key, value):
+            note("keys", seen)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 

@@ -250,6 +250,7 @@ class PPOActor:
             self._loss_fn(stats),
             count_losses,
             self._preparation(),
+            shares_prompts=self.config.enable_tree_training,
         )
 
         # Each line is a collective.

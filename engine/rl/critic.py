@@ -92,6 +92,7 @@ class PPOCritic:
             self.config.ppo_n_minibatches,
             self._loss_fn(stats),
             count_losses,
+            shares_prompts=self.config.enable_tree_training,
         )
         return {**stats.reduce(self.engine, _TOKEN_STATS), **result}
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from ...utils.distributed import any_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
+from ..config import MicroBatchSpec
 from ..training.batch import IMAGES, TOKEN_TYPES, select_rows, sequence_lengths, with_images
 from ..training.partition import partition
 from ..training.routers import ROUTER_STATS
+from ..training.shared_prompts import find_prompts
 from .losses import Stats
 
 
@@ -124,16 +126,25 @@ def require_per_token(
         raise BatchError(f"batch[{key!r}] is NaN or infinite at loss tokens of row(s) {rows[:8]}")
 
 
-def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
+def split_minibatches(
+    batch: Batch, n_minibatches: int, shares_prompts: bool = False
+) -> list[Batch]:
     """Cut a padded batch into exactly ``n_minibatches`` with about equal token counts,
     deterministically.
 
     Rows keep their order. With too few sequences the last ones contain only the first token of row
-    0, with loss mask 0.
+    0, with loss mask 0. If a micro-batch ``shares_prompts``, rows with the same prompt stay
+    together, unless there are fewer prompts than mini-batches.
     """
     lengths = sequence_lengths(batch)
     n_parts = min(n_minibatches, len(lengths))
-    parts = partition(lengths, n_parts, "kk")
+    if shares_prompts:
+        spec = MicroBatchSpec(n_mbs=n_parts, max_tokens_per_mb=None)
+        families = find_prompts(batch, lengths).families(spec)
+        bins = partition([family.n_tokens for family in families], n_parts, "kk")
+        parts = [sorted(row for unit in units for row in families[unit].rows) for units in bins]
+    else:
+        parts = partition(lengths, n_parts, "kk")
     # Rows keep their order.
     parts.sort(key=lambda rows: rows[0])
     minibatches = [select_rows(batch, rows) for rows in parts]
@@ -164,6 +175,7 @@ def train_minibatches(
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
     prepare: Callable[[Batch], Batch] | None = None,
+    shares_prompts: bool = False,
 ) -> dict[str, float]:
     """Take one optimizer step for each mini-batch that has a loss token on any rank. The caller
     advances the schedule.
@@ -175,17 +187,19 @@ def train_minibatches(
         loss_fn, loss_weight_fn: see `LossFn`, `LossWeightFn`. The weight of a micro-batch with a
             loss token is not 0.
         prepare: changes each mini-batch right before its step. May be a collective.
+        shares_prompts: see `split_minibatches`.
 
     Returns:
         ``loss`` (weighted by loss tokens), ``grad_norm`` (mean over applied steps), ``lr`` (of the
         last step), ``n_updates``, ``update_skipped`` (steps that the engine refused),
         ``update_successful`` (share of the other steps, as in AReaL), means of the `ROUTER_STATS`
-        of a model with experts, ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
+        of a model with experts and of ``tree_token_ratio``, ``n_tokens``, ``n_loss_tokens`` and
+        ``n_seqs`` (over all ranks).
 
     Raises:
         BatchError: no rank has a loss token.
     """
-    minibatches = split_minibatches(batch, n_minibatches)
+    minibatches = split_minibatches(batch, n_minibatches, shares_prompts)
 
     # One collective for all counts over ranks: loss tokens of each mini-batch, and of the batch its
     # tokens and sequences.
@@ -228,7 +242,7 @@ def train_minibatches(
         "update_skipped": n_skipped,
         "update_successful": 1.0 - n_skipped / n_updates,
     }
-    for name in ROUTER_STATS:
+    for name in (*ROUTER_STATS, "tree_token_ratio"):
         if name in results[0]:
             stats[name] = sum(step[name] for step in results) / n_updates
     for key in own:

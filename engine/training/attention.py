@@ -31,6 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..config import PACKED_ATTENTION
 from .context_parallel import heads_to_tokens, tokens_to_heads
 from .rank_parts import Group
+from .shared_prompts import SeenKeys
 
 _LEAST_CHUNK = 256
 """Queries that attend together if the sliding window is smaller."""
@@ -45,14 +46,17 @@ class PackedRow:
     1]`` int32 are their boundaries on the device. ``window`` is the number of tokens that a token
     sees, including itself (None: all earlier ones). The ranks of ``group`` share the row (None:
     this rank has it alone). It is here because checkpointed blocks run again outside of
-    `packed_row`. Compiled blocks take ``n_tokens`` (the sum of ``lengths``) and ``longest`` (their
-    maximum). If they took ``lengths``, each number of sequences would need a graph of its own.
+    `packed_row`. If sequences share prompts, ``lengths`` are of their segments, and ``seen`` are
+    the keys that each of them sees (None: its own). Compiled blocks take ``n_tokens`` (the sum of
+    ``lengths``) and ``longest`` (their maximum). If they took ``lengths``, each number of sequences
+    would need a graph of its own.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     window: int | None = None
     group: Group = None
+    seen: SeenKeys | None = None
     n_tokens: int = field(init=False)
     longest: int = field(init=False)
 
@@ -69,14 +73,16 @@ def packed_row(
     lengths: Sequence[int],
     cu_seqlens: Tensor,
     group: Group = None,
+    seen: SeenKeys | None = None,
 ) -> Iterator[None]:
     """Tell a model with `PACKED_ATTENTION` that its input is one row of packed sequences with these
     ``lengths``.
 
     With a ``group`` the input of each of its ranks is a part of the row, all of the same length, in
-    the order of ranks. Wrap only the forward call, not the backward. Other models are not affected.
+    the order of ranks. For ``seen`` see `PackedRow`. Wrap only the forward call, not the backward.
+    Other models are not affected.
     """
-    token = _row.set(PackedRow(tuple(lengths), cu_seqlens, group=group))
+    token = _row.set(PackedRow(tuple(lengths), cu_seqlens, group=group, seen=seen))
     try:
         yield
     finally:
@@ -128,7 +134,7 @@ def _attention(
 
     # The kernel runs within the graph of a compiled block, all else between two graphs.
     row = attention_mask
-    is_alone = isinstance(row, PackedRow) and row.group is None
+    is_alone = isinstance(row, PackedRow) and row.group is None and row.seen is None
     if is_alone and dropout == 0 and _kernel_takes(query, value):
         _require_one_row(query, key, row.n_tokens, other)
         return _in_one_kernel(query, key, value, row, scaling), None
@@ -163,6 +169,9 @@ def _between_graphs(
     _require_one_row(query, key, n_tokens, other)
     if group is not None:
         query, key, value = tokens_to_heads(query, key, value, group)
+    if row.seen is not None:
+        key = row.seen.of(key)
+        value = row.seen.of(value)
     if dropout == 0 and _kernel_takes(query, value):
         out = _in_one_kernel(query, key, value, row, scaling)
     else:
@@ -238,14 +247,21 @@ def _in_one_kernel(
     # Tokens before and after a token that it sees. -1: all.
     n_before = -1 if row.window is None else row.window - 1
     options["window_size"] = (n_before, 0)
+
+    # Fewer queries than keys are aligned with the last ones, as is the window.
+    cu_keys = row.cu_seqlens
+    longest_keys = row.longest
+    if row.seen is not None:
+        cu_keys = row.seen.cu_seqlens
+        longest_keys = max(row.seen.lengths)
     out: Any = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         row.cu_seqlens,
-        row.cu_seqlens,
+        cu_keys,
         row.longest,
-        row.longest,
+        longest_keys,
         **options,
     )
     return out[None]
@@ -268,49 +284,63 @@ def _one_by_one(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    n_keys = row.lengths if row.seen is None else row.seen.lengths
     queries = query.split(row.lengths, dim=2)
-    keys = key.split(row.lengths, dim=2)
-    values = value.split(row.lengths, dim=2)
+    keys = key.split(n_keys, dim=2)
+    values = value.split(n_keys, dim=2)
     outs = []
     for q, k, v in zip(queries, keys, values, strict=True):
-        if row.window is None or q.shape[2] <= row.window:
+        sees_all = row.window is None or k.shape[2] <= row.window
+        # torch aligns with the first key, where only a square mask is right.
+        if sees_all and q.shape[2] == k.shape[2]:
             outs.append(attend(q, k, v, is_causal=True))
         else:
-            outs += _within_window(attend, q, k, v, row.window)
+            outs += _with_masks(attend, q, k, v, row.window)
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1)
 
 
-def _within_window(
+def _with_masks(
     attend: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    window: int,
+    window: int | None,
 ) -> Iterator[Tensor]:
     """Yield ``[1, heads, n, dim]`` for each chunk of queries, computed with only the keys that its
-    window reaches.
+    window reaches. The queries are those of the last keys.
     """
-    # Row i is query i of a chunk, column j the key that is window - 1 - j tokens before the chunk's
-    # first query.
-    chunk = max(window, _LEAST_CHUNK)
-    queries = torch.arange(chunk, device=query.device)[:, None]
-    keys = torch.arange(1 - window, chunk, device=query.device)
-    age = queries - keys
-    seen = (age >= 0) & (age < window)
-
-    n_tokens = query.shape[2]
-    for start in range(0, n_tokens, chunk):
-        end = min(start + chunk, n_tokens)
-        # The first chunk has fewer keys before it.
+    n_queries = query.shape[2]
+    n_before = key.shape[2] - n_queries
+    chunk = n_queries
+    if window is not None:
+        chunk = max(window, _LEAST_CHUNK)
+    for start in range(0, n_queries, chunk):
+        end = min(start + chunk, n_queries)
+        last = n_before + end
         # What the first query of the chunk sees.
-        first_of_window = start - window + 1
-        first = max(first_of_window, 0)
-        n_skipped = first - first_of_window
-        n_keys = end - first
-        mask = seen[: end - start, n_skipped : n_skipped + n_keys]
+        first = 0
+        if window is not None:
+            first = max(n_before + start - window + 1, 0)
         yield attend(
             query[:, :, start:end],
-            key[:, :, first:end],
-            value[:, :, first:end],
-            attn_mask=mask,
+            key[:, :, first:last],
+            value[:, :, first:last],
+            attn_mask=_causal_mask(end - start, last - first, window, query.device),
         )
+
+
+def _causal_mask(
+    n_queries: int,
+    n_keys: int,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
+    """``[queries, keys]`` bool: which of the keys each query sees. The last query is at the last
+    key.
+    """
+    queries = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+    age = queries - torch.arange(n_keys, device=device)
+    seen = age >= 0
+    if window is not None:
+        seen &= age < window
+    return seen

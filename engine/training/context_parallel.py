@@ -27,10 +27,10 @@ def own_targets(mb: MicroBatch, group: Group) -> Tensor:
     one of the next.
     """
     # The zeros of the filling.
-    ids = mb.data["input_ids"]
+    ids = mb.row_ids
     if group is not None:
         n_filled = mb.row_size(dist.get_world_size(group))
-        ids = F.pad(ids, (0, n_filled - mb.n_tokens))
+        ids = F.pad(ids, (0, n_filled - mb.n_row_tokens))
     return own_part(next_tokens(ids), group)
 
 

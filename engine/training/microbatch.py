@@ -32,6 +32,7 @@ from .batch import (
 from .packed_batch import MicroBatch, expand_to_tokens, pack_rows
 from .partition import partition_within, split_until, warn_of_long_rows
 from .rank_parts import Group
+from .shared_prompts import Prompts, Unit, find_prompts
 from .vision import Vision
 
 _ROUNDING = 1e-3
@@ -46,13 +47,15 @@ class WeighedBatch:
     ``total`` is the sum of the weights over all data, as known when the ranks agreed.
     ``correction`` is the excess of this rank's weights over its part of ``total``. It is not 0 only
     if the batch was then cut further and ``loss_weight_fn`` gives the parts of a micro-batch
-    another total weight.
+    another total weight. ``tree_token_ratio`` is the number of tokens in all rows, divided by that
+    of whole sequences.
     """
 
     micro_batches: list[MicroBatch]
     weights: list[float]
     total: float
     correction: float
+    tree_token_ratio: float
 
     def shares(self, device: torch.device) -> list[tuple[MicroBatch, float]]:
         """Micro-batches on the device, each with its share of ``total``."""
@@ -70,6 +73,7 @@ class CutRules:
         ranks_with_same_data: number of consecutive ranks that are given the same batch.
         vision: how the model takes images. None: it is trained on text.
         n_known_tokens: token ids of the model are below it. None: not known.
+        shares_prompts: whether a prompt is once in a row. See `shared_prompts`.
     """
 
     row_tokens: int = 0
@@ -77,6 +81,7 @@ class CutRules:
     ranks_with_same_data: int = 1
     vision: Vision | None = None
     n_known_tokens: int | None = None
+    shares_prompts: bool = False
 
 
 NO_RULES = CutRules()
@@ -150,6 +155,8 @@ class _Announced(NamedTuple):
     weight: float
     bits: float  # `_Cutter.fingerprint`, 0 if no other rank has the same data
     magnitude: float
+    n_tokens: float
+    n_row_tokens: float
 
 
 def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
@@ -158,9 +165,10 @@ def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
     def cut() -> _Announced:
         n_mbs, weight = cutter.cut()
         bits, magnitude = cutter.fingerprint() if n_alike > 1 else (0.0, 0.0)
-        return _Announced(n_mbs, weight, bits, magnitude)
+        return _Announced(n_mbs, weight, bits, magnitude, *cutter.tokens())
 
-    rows = gather_numbers_of("cutting the batch into micro-batches", cut, 4, group)
+    n_numbers = len(_Announced._fields)
+    rows = gather_numbers_of("cutting the batch into micro-batches", cut, n_numbers, group)
     announced = [_Announced(*row) for row in rows]
 
     # Ranks with the same data must have been given the same, but for rounding.
@@ -178,13 +186,15 @@ def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
     # Every rank needs as many as the one with the most. Data of several ranks counts once.
     n_mbs = max(int(own.n_mbs) for own in announced)
     micro_batches, weights = cutter.cut_further(n_mbs)
-    total = sum(own.weight for own in announced[::n_alike])
+    heads = announced[::n_alike]
+    total = sum(own.weight for own in heads)
     correction = sum(weights) - announced[get_rank(group)].weight
-    return WeighedBatch(micro_batches, weights, total, correction)
+    ratio = sum(own.n_row_tokens for own in heads) / sum(own.n_tokens for own in heads)
+    return WeighedBatch(micro_batches, weights, total, correction, ratio)
 
 
 class PackedBin(NamedTuple):
-    """Units of adjacent rows, packed into one micro-batch, and its weight in the loss."""
+    """Units of rows, packed into one micro-batch, and its weight in the loss."""
 
     units: tuple[int, ...]
     micro_batch: MicroBatch
@@ -194,7 +204,7 @@ class PackedBin(NamedTuple):
 class _Cutter:
     """Cuts a batch, and later cuts it further. Only new parts are packed and weighed.
 
-    Bins contain units of ``spec.granularity`` adjacent rows.
+    Bins contain units: of ``spec.granularity`` adjacent rows, or families that share a prompt.
     """
 
     def __init__(
@@ -211,7 +221,8 @@ class _Cutter:
         self._batch: Batch = {}
         self._pixels: list[Batch] = []
         self._lengths: list[int] = []
-        self._unit_lengths: list[int] = []
+        self._prompts: Prompts | None = None
+        self._units: list[Unit] = []
         self._packed: list[PackedBin] = []
 
     def cut(self) -> tuple[float, float]:
@@ -228,12 +239,28 @@ class _Cutter:
             most = self._spec.max_tokens_per_mb
             self._batch, self._pixels, costs = vision.prepare(self._batch, self._lengths, most)
 
-        step = self._spec.granularity
-        starts = range(0, len(costs), step)
-        self._unit_lengths = [sum(costs[start : start + step]) for start in starts]
+        if self.rules.shares_prompts:
+            self._prompts = find_prompts(self._batch, self._lengths)
+            self._units = self._prompts.families(self._spec)
+        else:
+            step = self._spec.granularity
+            for start in range(0, len(costs), step):
+                rows = range(start, start + step)
+                self._units.append(Unit(list(rows), sum(costs[row] for row in rows)))
         self._pack(partition_within(self._unit_lengths, self._spec))
         total = sum(packed.weight for packed in self._packed)
         return len(self._packed), total
+
+    @property
+    def _unit_lengths(self) -> list[int]:
+        return [unit.n_tokens for unit in self._units]
+
+    def tokens(self) -> tuple[float, float]:
+        """Tokens of this rank's sequences, and of its rows."""
+        n_tokens = sum(self._lengths)
+        if self._prompts is None:
+            return n_tokens, n_tokens
+        return n_tokens, sum(self._unit_lengths)
 
     def _check(self) -> None:
         """Check the batch, and note the lengths of its rows."""
@@ -285,7 +312,7 @@ class _Cutter:
         first, and their weights. Dummies follow if there are too few sequences.
         """
         n_mbs = self._spec.rounded(n_mbs)
-        n_bins = min(n_mbs, len(self._unit_lengths))
+        n_bins = min(n_mbs, len(self._units))
         bins = [list(packed.units) for packed in self._packed]
         self._pack(split_until(bins, n_bins, self._unit_lengths))
         if self._spec.max_tokens_per_mb is None:
@@ -318,7 +345,7 @@ class _Cutter:
         self._packed = [by_units[units] for units in ordered]
 
     def _largest_first(self, units: Sequence[int]) -> tuple[int, int]:
-        n_tokens = sum(self._unit_lengths[unit] for unit in units)
+        n_tokens = sum(self._units[unit].n_tokens for unit in units)
         return -n_tokens, units[0]
 
     def _pack_rows(self, units: Sequence[int]) -> MicroBatch:
@@ -329,15 +356,11 @@ class _Cutter:
             self.rules.row_tokens,
             self.rules.vision,
             self._pixels,
+            self._prompts,
         )
 
     def _rows(self, units: Sequence[int]) -> list[int]:
-        step = self._spec.granularity
-        rows = []
-        for unit in units:
-            start = unit * step
-            rows += range(start, start + step)
-        return rows
+        return [row for unit in units for row in self._units[unit].rows]
 
 
 def weigh(

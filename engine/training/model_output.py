@@ -46,7 +46,8 @@ class ModelOutput:
         self._sequence = sequence
         # A head whose logits something sees must return them.
         self._head = None if head is None or head.is_seen(model) else head.linear
-        self._logits: Tensor | None = None
+        self._logits: Tensor | None = None  # of the row, and of whole sequences
+        self._whole_logits: Tensor | None = None
         self._scores: dict[float, Scores] = {}
         self._computed: Tensor | None = None  # what the model returned
 
@@ -85,7 +86,9 @@ class ModelOutput:
                 "has the logits of all tokens; take output.logprobs, output.entropy or "
                 "output.at(temperature)"
             )
-        return self._own_logits()
+        if self._whole_logits is None:
+            self._whole_logits = self._mb.of_sequences(self._own_logits())
+        return self._whole_logits
 
     def _own_logits(self) -> Tensor:
         if self._logits is None:
@@ -137,8 +140,9 @@ class ModelOutput:
             )
             scores = torch.stack(of_logits, dim=-1)
 
-        # Whole rows, without their filling.
-        scores = gather_parts(scores, self._sequence)[: mb.n_tokens]
+        # Whole rows, without their filling. Of shared prompts, one copy for each sequence.
+        scores = gather_parts(scores, self._sequence)[: mb.n_row_tokens]
+        scores = mb.of_sequences(scores)
         logprobs, entropy = columns(scores, uses)
         logprobs = align_with_tokens(logprobs, mb.cu_seqlens)
         entropy = align_with_tokens(entropy, mb.cu_seqlens)
@@ -249,7 +253,7 @@ def model_output(
     packed order.
     """
     own = own_output(model, mb, packed, sequence)
-    return gather_parts(own, sequence)[: mb.n_tokens]
+    return mb.of_sequences(gather_parts(own, sequence)[: mb.n_row_tokens])
 
 
 def own_output(
@@ -258,8 +262,8 @@ def own_output(
     packed: bool,
     sequence: Group = None,
 ) -> Tensor:
-    """`model_output`. With a ``sequence``, whose ranks share the row: of this rank's part of the
-    filled row.
+    """`model_output` of the row, in which a shared prompt is once. With a ``sequence``, whose
+    ranks share the row: of this rank's part of the filled row.
     """
     if packed:
         row = mb.row(1 if sequence is None else dist.get_world_size(sequence))
@@ -269,10 +273,10 @@ def own_output(
         }
         if row.vision is not None:
             inputs |= row.vision.inputs(row)
-        with packed_row(row.lengths, row.cu_seqlens, sequence):
+        with packed_row(row.lengths, row.cu_seqlens, sequence, row.seen):
             logits = model(**inputs, use_cache=False).logits[0]
         if sequence is None:
-            logits = logits[: mb.n_tokens]
+            logits = logits[: mb.n_row_tokens]
     else:
         logits = model(**mb.padded(), use_cache=False).logits[mb.rows, mb.position_ids]
     # A value head has one column.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..api import Batch
 from .batch import ROPE_POSITIONS, TOKEN_TYPES, join_pixels
+from .shared_prompts import Prompts, SeenKeys, SharedRow
 
 
 class TakesImages(Protocol):
@@ -47,6 +48,7 @@ class MicroBatch:
             peers.
         vision: how the model takes images. None: it is trained on text.
         pixels: pixels of all images, in order. Empty without images.
+        shared: the row, if each prompt is in it once. ``data`` are whole sequences in any case.
     """
 
     data: Batch
@@ -57,6 +59,7 @@ class MicroBatch:
     is_dummy: bool = False
     vision: TakesImages | None = None
     pixels: Batch = field(default_factory=dict)
+    shared: SharedRow | None = None
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -73,22 +76,40 @@ class MicroBatch:
         """Number of tokens, T."""
         return self.position_ids.shape[0]
 
+    @property
+    def n_row_tokens(self) -> int:
+        """Number of tokens in the row before it is filled up, R. T, if nothing is shared."""
+        return self.n_tokens if self.shared is None else self.shared.n_tokens
+
+    @property
+    def row_ids(self) -> Tensor:
+        """``[R]`` tokens of the row before it is filled up."""
+        ids = self.data["input_ids"]
+        return ids if self.shared is None else ids[self.shared.tokens]
+
+    @property
+    def seen(self) -> SeenKeys | None:
+        """Keys that each segment of a shared row sees."""
+        return None if self.shared is None else self.shared.seen
+
+    def of_sequences(self, values: Tensor) -> Tensor:
+        """Values of the row's tokens, ``[R, ...]`` -> of those of whole sequences, ``[T, ...]``."""
+        return values if self.shared is None else self.shared.sequences.of(values)
+
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Copy the micro-batch to ``device``."""
         # Not to the host, where data could be read before it arrives.
         ahead = torch.device(device).type == "cuda"
 
-        def moved(tensors: Batch) -> Batch:
-            result = {}
-            for key, tensor in tensors.items():
-                result[key] = tensor.to(device, non_blocking=ahead)
-            return result
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=ahead)
 
         return replace(
             self,
-            data=moved(self.data),
-            indices=self.indices.to(device, non_blocking=ahead),
-            pixels=moved(self.pixels),
+            data={key: move(tensor) for key, tensor in self.data.items()},
+            indices=move(self.indices),
+            pixels={key: move(tensor) for key, tensor in self.pixels.items()},
+            shared=None if self.shared is None else self.shared.map(move),
         )
 
     def first_token(self) -> "MicroBatch":
@@ -110,6 +131,7 @@ class MicroBatch:
             longest=self._most_of_filler,
             is_dummy=True,
             pixels={},
+            shared=None,
         )
 
     @property
@@ -129,7 +151,7 @@ class MicroBatch:
         n_dummy = 0
         if self.vision is not None:
             n_dummy = self.vision.image_tokens
-        n_tokens = self.n_tokens
+        n_tokens = self.n_row_tokens
         if not self.pixels:
             n_tokens += n_dummy
         if self.row_tokens:
@@ -151,19 +173,29 @@ class MicroBatch:
         if self.vision is not None and not self.pixels:
             return self._with_dummy_image(self.vision).row(multiple)
         n_tokens = self.row_size(multiple)
-        n_more = n_tokens - self.n_tokens
+        n_more = n_tokens - self.n_row_tokens
         data = {key: self.data[key] for key in _ROW if key in self.data}
+        own_lengths = self.lengths
+        shared = self.shared
+        if shared is not None:
+            data = {key: tensor[shared.tokens] for key, tensor in data.items() if key != _CUTS}
+            data[_CUTS] = shared.cu_seqlens
+            own_lengths = shared.lengths
         if n_more == 0:
-            return replace(self, data=data)
+            return replace(self, data=data, lengths=own_lengths)
 
         # Sequences of ``longest`` zeros, and one of what is left.
         longest = self._most_of_filler
         n_whole, rest = divmod(n_more, longest)
-        lengths = [*self.lengths, *[longest] * n_whole]
+        more_lengths = [longest] * n_whole
         if rest:
-            lengths.append(rest)
-        starts = torch.arange(self.n_tokens, n_tokens, longest, device=self.cu_seqlens.device)
+            more_lengths.append(rest)
+        starts = torch.arange(self.n_row_tokens, n_tokens, longest, device=self.cu_seqlens.device)
         last_end = starts.new_full((1,), n_tokens)
+        ends = torch.cat([starts[1:], last_end]).to(torch.int32)
+        if shared is not None:
+            seen = shared.seen.followed_by(more_lengths, ends)
+            shared = replace(shared, seen=seen)
 
         # The share of these sequences in each entry of the row.
         numbers = torch.arange(n_more, device=self.position_ids.device)
@@ -173,11 +205,16 @@ class MicroBatch:
             "input_ids": zeros,
             "attention_mask": torch.ones_like(numbers),
             "position_ids": positions,
-            "cu_seqlens": torch.cat([starts[1:], last_end]),
+            _CUTS: ends,
             TOKEN_TYPES: zeros,
             ROPE_POSITIONS: positions[:, None].expand(-1, 3),
         }
-        return replace(self, data=_appended(data, more), lengths=tuple(lengths))
+        return replace(
+            self,
+            data=_appended(data, more),
+            lengths=(*own_lengths, *more_lengths),
+            shared=shared,
+        )
 
     def _with_dummy_image(self, vision: TakesImages) -> "MicroBatch":
         more, pixels = vision.dummy(self.position_ids.device)
@@ -212,11 +249,12 @@ class MicroBatch:
         }
 
 
+_CUTS = "cu_seqlens"
 _ROW = (
     "input_ids",
     "attention_mask",
     "position_ids",
-    "cu_seqlens",
+    _CUTS,
     TOKEN_TYPES,
     ROPE_POSITIONS,
 )
@@ -239,8 +277,10 @@ def pack_rows(
     row_tokens: int = 0,
     vision: TakesImages | None = None,
     pixels: Sequence[Batch] = (),
+    prompts: Prompts | None = None,
 ) -> MicroBatch:
-    """Pack rows of a batch, with images as `Vision.prepare` returns them.
+    """Pack rows of a batch, with images as `Vision.prepare` returns them, and with shared prompts
+    as `find_prompts` does.
 
     Sizes are known on the host, so this never waits for the device of the batch.
     """
@@ -279,6 +319,7 @@ def pack_rows(
         row_tokens,
         vision=vision,
         pixels=join_pixels(own_pixels),
+        shared=None if prompts is None else prompts.row(rows),
     )
 
 

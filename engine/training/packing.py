@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.transformers_private import attention_of, set_attention
@@ -29,6 +30,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
+from .model_output import model_output
 from .packed_batch import MicroBatch, pack_rows
 from .probe_model import (
     NOT_UNDERSTOOD,
@@ -40,6 +42,7 @@ from .probe_model import (
 )
 from .rank_parts import Group, gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
+from .shared_prompts import find_prompts
 from .unsharded import unsharded_class
 from .vision import Vision
 
@@ -69,6 +72,7 @@ def prepare_packing(
     max_row_tokens: int | None = None,
     sequence: Group = None,
     sees: bool = False,
+    shares_prompts: bool = False,
 ) -> None:
     """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then
     `check_packing`.
@@ -76,17 +80,34 @@ def prepare_packing(
     This changes the attention in the model's configs, which is not part of ``config.json``. If the
     ranks of ``sequence`` share rows, the model must support our attention, and compute a row in
     parts as it computes it whole. If the model ``sees``, the sequences of the check have 1, 0 and 2
-    images.
+    images. If it ``shares_prompts``, it must support our attention, and compute sequences behind a
+    shared prompt as it computes them alone.
 
     Raises:
-        ConfigError: see `check_packing`. Or ranks share rows, and the model does not support it.
+        ConfigError: see `check_packing`. Or ranks share rows, or sequences prompts, and the model
+            does not support it.
     """
     trial = _Trial(model, device, group, sees=sees)
     reason = _why_not_ours(trial, attn_impl)
     if sequence is not None:
-        _require_parts(replace(trial, sequence=sequence, sees=False), reason)
+        trial = replace(trial, sequence=sequence, sees=False)
+        _require(
+            trial,
+            reason,
+            "the parts of a row come out otherwise than the whole row",
+            f"context_parallel_size {_size(sequence)}",
+            "leave 'c' out of config key 'backend'",
+        )
     elif reason is not None or attn_impl is not None:
         check_packing(model, device, group, max_row_tokens, sees)
+    if shares_prompts:
+        _require(
+            replace(trial, shares_prompts=True),
+            reason,
+            "sequences with a shared prompt come out otherwise than alone",
+            "enable_tree_training",
+            "set config key 'enable_tree_training' to false",
+        )
 
 
 def check_packing(
@@ -160,22 +181,26 @@ def _why_not_ours(trial: "_Trial", attn_impl: str | None) -> str | None:
     return reason
 
 
-def _require_parts(trial: "_Trial", reason: str | None) -> None:
-    """Raise ConfigError unless the ranks of the trial's ``sequence`` can share rows: our attention
-    is used (no ``reason``), and a twin computes the parts of a row as it computes each sequence
-    alone.
+def _require(
+    trial: "_Trial",
+    reason: str | None,
+    otherwise: str,
+    setting: str,
+    other_way: str,
+) -> None:
+    """Raise ConfigError unless our attention is used (no ``reason``), and a twin passes the trial.
+    The error says what does not work with the ``setting``, and the ``other_way``.
     """
     model = trial.model
     if reason is None:
         try:
             if trial.passes(_windows(model.config)):
                 return
-            reason = "the parts of a row come out otherwise than the whole row"
+            reason = otherwise
         except ConfigError as error:
             reason = str(error.__cause__ or error)
     raise ConfigError(
-        f"{unsharded_class(model).__name__} cannot be trained with context_parallel_size "
-        f"{_size(trial.sequence)}: {reason}; leave 'c' out of config key 'backend'"
+        f"{unsharded_class(model).__name__} cannot be trained with {setting}: {reason}; {other_way}"
     )
 
 
@@ -204,7 +229,8 @@ class _Trial:
     """Whether a twin of ``model`` computes a sequence behind another one as it does alone.
 
     The ranks of ``group`` agree on the result, and those of ``sequence`` share the row. If the
-    model ``sees``, the sequences have images.
+    model ``sees``, the sequences have images. With ``shares_prompts`` two of them have one prompt,
+    which is once in the row.
     """
 
     model: PreTrainedModel
@@ -212,6 +238,7 @@ class _Trial:
     group: Group
     sequence: Group = None
     sees: bool = False
+    shares_prompts: bool = False
 
     def passes(self, small: Collection[str] = ()) -> bool:
         """Try it with the windows ``small`` shortened."""
@@ -251,12 +278,18 @@ class _Trial:
             lengths = [min(length, most) for length in lengths]
         lengths += [1] * (-sum(lengths) % _size(self.sequence))
         text = probe_tokens(config, sum(lengths)).split(lengths)
+        if self.shares_prompts:
+            text = _with_one_prompt(text)
 
         with twin_of(self.model, config, dtype, self.device) as twin:
             vision = Vision(twin) if self.sees else None
             row, alone, lengths = _probe_rows(text, self.device, vision)
             try:
-                differences = self._differences(twin, dtype, row, alone, lengths)
+                if self.shares_prompts:
+                    logits = _of_shared_row(twin, text, self.device, self.sequence)
+                else:
+                    logits = self._of_row(twin, row, lengths)
+                differences = self._differences(twin, dtype, logits, alone)
             except NOT_UNDERSTOOD as error:
                 key = "train_vision" if self.sees else "pack_sequences"
                 raise ConfigError(
@@ -266,23 +299,23 @@ class _Trial:
         is_small = all(difference <= _LIMITS[dtype] for difference in differences)
         return all_agree(is_small, self.group)
 
-    def _differences(
-        self,
-        twin: PreTrainedModel,
-        dtype: torch.dtype,
-        row: Inputs,
-        alone: list[Inputs],
-        lengths: Sequence[int],
-    ) -> list[float]:
-        """Relative difference (root mean square) of each sequence but the first."""
+    def _of_row(self, twin: PreTrainedModel, row: Inputs, lengths: Sequence[int]) -> list[Tensor]:
         own = {**row}
         for name in ("input_ids", "position_ids"):
             own[name] = own_part(row[name], self.sequence, 1)
         with _row_of(*lengths, device=self.device, group=self.sequence):
             # This rank's part of the row. The attention exchanges it.
             own_logits = _logits(twin, own)
-            logits = gather_parts(own_logits, self.sequence).split(lengths)
+        return list(gather_parts(own_logits, self.sequence).split(lengths))
 
+    def _differences(
+        self,
+        twin: PreTrainedModel,
+        dtype: torch.dtype,
+        logits: Sequence[Tensor],
+        alone: list[Inputs],
+    ) -> list[float]:
+        """Relative difference (root mean square) of each sequence but the first."""
         differences = []
         for inputs, behind in zip(alone[1:], logits[1:], strict=True):
             # In float32 ours is compared with transformers', in bfloat16 with itself, because
@@ -341,6 +374,37 @@ def _probe_rows(
         mb = pack([number])
         alone.append({"input_ids": mb.data["input_ids"][None], **vision.images(mb)})
     return row, alone, lengths
+
+
+_NOT_IN_PROMPT = 6
+"""Tokens of the second sequence that are no part of its prompt, which is longer than windows."""
+
+
+def _with_one_prompt(text: Sequence[Tensor]) -> list[Tensor]:
+    """The same, but the third sequence begins with the prompt of the second."""
+    first, second, third, *_ = text
+    prompt = second[: max(len(second) - _NOT_IN_PROMPT, 1)]
+    sibling = torch.cat([prompt, third])[: len(second)]
+    return [first, second, sibling]
+
+
+def _of_shared_row(
+    twin: PreTrainedModel,
+    text: Sequence[Tensor],
+    device: torch.device,
+    sequence: Group,
+) -> list[Tensor]:
+    """Logits of each sequence from a row in which the prompt of the last two is once."""
+    lengths = [len(ids) for ids in text]
+    ids = pad_sequence(list(text), batch_first=True)
+    attention_mask = pad_sequence([torch.ones_like(own) for own in text], batch_first=True)
+    loss_mask = attention_mask.clone()
+    loss_mask[:, : max(lengths[1] - _NOT_IN_PROMPT, 1)] = 0
+    batch = {"input_ids": ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    prompts = find_prompts(batch, lengths)
+    mb = pack_rows(batch, range(len(text)), lengths, prompts=prompts).to(device)
+    logits = model_output(twin, mb, packed=True, sequence=sequence).float()
+    return list(logits.reshape(mb.n_tokens, -1).split(lengths))
 
 
 def _row_of(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -128,8 +129,9 @@ class Routers:
         return stats
 
     def _real_tokens(self, mb: MicroBatch) -> tuple[Tensor, float]:
-        """``[rows]`` int64 for the rows that this rank's layers see: 1 for a token of ``mb``, 0 for
-        others. And the share of these tokens in ``mb``, which is below 1 if ranks share the row.
+        """``[rows]`` int64 for the rows that this rank's layers see: the number of sequences of
+        ``mb`` that the token is part of, which is 0 for filling. And the share of their tokens that
+        this rank has, which is below 1 if ranks share the row.
         """
         device = mb.position_ids.device
         if not self._packed:
@@ -145,10 +147,19 @@ class Routers:
             n_parts = self._sequence.size()
             part = self._sequence.rank()
         size = mb.row_size(n_parts) // n_parts
-        n_own = mb.n_tokens - part * size
-        n_own = min(max(n_own, 0), size)
-        real = torch.arange(size, device=device) < n_own
-        return real.long(), n_own / mb.n_tokens
+        start = part * size
+        end = start + size
+        end = min(end, mb.n_row_tokens)
+        n_own = max(end - start, 0)
+        if mb.shared is None:
+            real = torch.arange(size, device=device) < n_own
+            share = n_own / mb.n_tokens
+            return real.long(), share
+        uses = mb.shared.uses[start : start + n_own]
+        filled = F.pad(uses, (0, size - n_own))
+        n_uses = mb.shared.uses_between(start, end)
+        share = n_uses / mb.n_tokens
+        return filled, share
 
     def _count_choices(self, module: nn.Module, args: Any) -> None:
         if not self._records:

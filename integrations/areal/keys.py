@@ -65,7 +65,7 @@ SPEED = "speed only"
 FLOAT16 = "for float16, which is not trained in here"
 STATISTICS = "statistics only"
 FP8 = "there is no training in fp8 here"
-TREE = "there is no tree training here, without which the job may not fit"
+TREE = "prompts are shared in flash attention here, see `enable_tree_training`"
 ROUTER = "routers of experts compute in `dtype` here"
 MOMENTS = "moments are float32 here, or bfloat16 with `optimizer.type: adam_bf16`"
 SERVERS = "servers, workers and workflows are the caller's"
@@ -139,7 +139,9 @@ _ENGINE = {
     "fsdp.optim_step_prefetch_layers": _ignored(SPEED, 1),
     "fsdp.shard_vision_across_sp": _refused("ranks share rows of text alone here", False),
     "use_kernels": _ignored(SPEED, False),
-    "enable_tree_training": _refused(TREE, False),
+    "enable_tree_training": Fate(
+        "same", "answers share their whole prompt alone. Rows need no `pad_to_maximum`"
+    ),
     # LoRA.
     **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha"), SAME),
     "target_modules": Fate("same", "empty, or with `all-linear`: every linear layer but the head"),

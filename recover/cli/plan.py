@@ -86,6 +86,26 @@ class _Share(click.ParamType):
         return float(match[1])
 
 
+class _Group(click.ParamType):
+    name = "prompt:answer:size"
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> tuple[int, ...]:
+        match = re.fullmatch(r"([1-9][0-9]*):([1-9][0-9]*):([1-9][0-9]*)", str(value))
+        if match is None:
+            self.fail(
+                f"{value!r} is no group of answers; expected the tokens of a prompt, those of an "
+                "answer, and the number of answers, for instance 7000:150:8",
+                param,
+                ctx,
+            )
+        return tuple(int(part) for part in match.groups())
+
+
 @click.command("plan", short_help="Compute the memory of a training step.")
 @click.argument("model")
 @click.option(
@@ -111,6 +131,12 @@ class _Share(click.ParamType):
     show_default=True,
     type=click.IntRange(1),
     help="Tokens of a micro-batch.",
+)
+@click.option(
+    "--group",
+    type=_Group(),
+    help="Compute each prompt once (enable_tree_training). Tokens of a prompt, tokens of an "
+    "answer, answers to a prompt: 7000:150:8",
 )
 @click.option(
     "--optimizer",
@@ -165,6 +191,7 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
         optimizer=OptimizerConfig(type=asked["optimizer"], offload=asked["offload"] == "optimizer"),
         gradient_checkpointing="selective" if asked["selective"] else asked["checkpointing"],
         train_vision=asked["vision"],
+        enable_tree_training=asked["group"] is not None,
         use_lora=asked["lora"] is not None,
         lora_rank=asked["lora"] or 32,
     )
@@ -182,6 +209,7 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
         asked["tokens"],
         asked["memory"],
         leaves=share is not None,
+        group=asked["group"],
     )
     # Changes that would help if the step does not fit.
     changes = _changes_until_it_fits(case, usable)
@@ -206,11 +234,14 @@ class _Case:
     memory: int
     leaves: bool
     """Whether `FSDPEngine.offload` empties the GPUs for a server."""
+    group: tuple[int, ...] | None
+    """Tokens of a prompt and of an answer, and the number of answers that share the prompt."""
     sizes: "ModelSizes | None" = None
 
     def __post_init__(self) -> None:
-        from ...engine.model.memory_plan import measure_model, plan_step
+        from ...engine.model.memory_plan import AnswerGroup, measure_model, plan_step
 
+        self.answers = None if self.group is None else AnswerGroup(*self.group)
         self.strategy = self.config.parallel_strategy.for_world(self.gpus)
         # A changed case keeps them, because measuring takes seconds.
         self.sizes = self.sizes or measure_model(self.config, self.tokens)
@@ -220,6 +251,7 @@ class _Case:
             self.strategy,
             self.tokens,
             self.memory,
+            self.answers,
         )
 
     @property
@@ -406,6 +438,7 @@ def _found(
         "fits": peak <= usable,
         "changes": listed,
         "fits_after_changes": bool(changes) and _peak_after(changes, case) <= usable,
+        "shared_prompts": None if case.answers is None else {"factor": case.answers.factor},
         "bytes_on_disk": {"generation": generation, "export": export},
         "bytes_in_host_memory_per_node": {"state": case.on_host, "snapshots": case.staged},
         "seconds": {"snapshot": generation / bandwidth, "publication": export / bandwidth},
@@ -416,6 +449,13 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
     _print_gpu(model, case, found)
     for what in found["uncounted"]:
         click.echo(f"{what[0].upper()}{what[1:]}.\n")
+    if case.group is not None:
+        prompt, answer, size = case.group
+        factor = found["shared_prompts"]["factor"]
+        click.echo(
+            f"{size} answers of {answer} tokens to a prompt of {prompt} are {factor:.3g} times as "
+            "many tokens as their row.\n"
+        )
     _print_changes(found)
 
     # Bytes in hosts and on disk.

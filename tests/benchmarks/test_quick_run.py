@@ -67,6 +67,8 @@ WAYS = {
     "train.tokens": [],
     "train.equal_rows": ["Holdfast packed, attn_impl sdpa"],
     "train.growth": [],
+    "train.shared_prompts": [],
+    "train.shared_prompts_bytes": [],
     "train.speed.n_mbs_1": [],
     "train.collectives.n_mbs_8": [],
     "train.bytes.n_mbs_8": [],

@@ -15,6 +15,7 @@ from holdfast.engine.config import PACKED_ATTENTION
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.training import attention
 from holdfast.engine.training.attention import PackedRow, _attention
+from holdfast.engine.training.shared_prompts import Beginning, Prompts
 from tests.engine.models import write_model_folder
 from tests.gpu.conftest import Machine
 from tests.gpu.figures import Figures
@@ -27,6 +28,15 @@ HEADS, KEY_HEADS, DIM = 8, 2, 64
 
 def _row(lengths: tuple[int, ...], device: str, window: int | None = None) -> PackedRow:
     return PackedRow(lengths, torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), window)
+
+
+def _shared_row(device: str, window: int | None = None) -> PackedRow:
+    """Three of the sequences begin with the same 100 tokens, which are once in the row."""
+    beginnings = [Beginning(1, 100) if n > 100 else Beginning(i, 0) for i, n in enumerate(LENGTHS)]
+    shared = Prompts(beginnings, LENGTHS).row(range(len(LENGTHS)))
+    assert shared is not None and shared.n_tokens == sum(LENGTHS) - 200
+    shared = shared.map(lambda each: each.to(device))
+    return PackedRow(shared.lengths, shared.cu_seqlens, window, seen=shared.seen)
 
 
 def _inputs(n_tokens: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -43,14 +53,17 @@ def _values_and_gradients(row: PackedRow, inputs: list[torch.Tensor]) -> list[to
     return [out.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("window", [None, 2, 8, 300])
 def test_one_kernel_gives_the_values_and_gradients_of_one_sequence_after_the_other(
-    machine: Machine, window: int | None
+    machine: Machine, window: int | None, shares: bool
 ) -> None:
     """In bfloat16, compared with float32, which the kernel does not accept."""
     row = _row(LENGTHS, machine.device, window)
+    if shares:
+        row = _shared_row(machine.device, window)
     half, full = (
-        _inputs(sum(LENGTHS), machine.device, dtype) for dtype in (torch.bfloat16, torch.float32)
+        _inputs(row.n_tokens, machine.device, dtype) for dtype in (torch.bfloat16, torch.float32)
     )
     assert attention._kernel_takes(half[0], half[2]) == (machine.device == "cuda")
     assert not attention._kernel_takes(full[0], full[2])
@@ -90,6 +103,19 @@ def test_attention_takes_no_memory_for_pairs_of_tokens_and_waits_for_nothing(
         "32,768 tokens",
     )
     assert grown < sum(lengths) ** 2 / 2, "a mask alone has a byte for each pair"
+
+
+def test_a_row_with_a_shared_prompt_waits_for_nothing(machine: Machine) -> None:
+    if machine.device == "cpu":
+        pytest.skip("torch notices waiting on GPUs only")
+    row = _shared_row(machine.device)
+    inputs = _inputs(row.n_tokens, machine.device, torch.bfloat16)
+    _values_and_gradients(row, inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _values_and_gradients(row, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _trained(session: Session, folder: Path, attn_impl: str | None) -> Any:

@@ -22,7 +22,7 @@ from holdfast.engine import (
     ParallelStrategy,
     TrainEngineConfig,
 )
-from holdfast.engine.model.memory_plan import log_plan, measure_model, plan_step
+from holdfast.engine.model.memory_plan import AnswerGroup, log_plan, measure_model, plan_step
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.model import host_peaks
@@ -200,6 +200,29 @@ def test_fewer_blocks_that_run_again_need_more_memory(tmp_path: Path) -> None:
         for each in choices
     ]
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] and peaks[0] < peaks[5] < peaks[4]
+
+
+def test_copies_of_the_keys_of_a_shared_prompt_count_in_each_layer_that_keeps_them(
+    tmp_path: Path,
+) -> None:
+    MODELS["qwen3"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path))
+    sizes, group = measure_model(config, 4096), AnswerGroup(prompt=701, answer=49, size=8)
+    assert group.row_tokens == 1100 and group.factor == pytest.approx(8 * 750 / 1100)
+    # Keys and values of two heads of 64 in bfloat16, for 8 x 700 copies in each 1,100 tokens.
+    of_a_layer = 4096 * 8 * 700 / 1100 * 2 * 2 * 64 * 2
+
+    def copies(checkpointing: bool | str, **kinds: int) -> float:
+        settings = replace(config, gradient_checkpointing=checkpointing)
+        mesh = ParallelStrategy(data_parallel_size=1, **kinds)
+        plans = [plan_step(sizes, settings, mesh, 4096, group=each) for each in (None, group)]
+        return (plans[1].peak - plans[0].peak) / of_a_layer
+
+    assert copies(False) == pytest.approx(6, rel=1e-3)
+    assert copies("every_2") == pytest.approx(3, rel=1e-3)
+    assert 0 <= copies(True) <= 1.001
+    for shared in ({"context_parallel_size": 2}, {"tensor_parallel_size": 2}):
+        assert copies(False, **shared) == pytest.approx(3, rel=1e-3)
 
 
 def test_state_in_host_memory_takes_none_of_the_device_except_a_block_in_the_step(

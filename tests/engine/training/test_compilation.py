@@ -81,28 +81,36 @@ def _compiled_steps(
     return counter.frame_count
 
 
-def _varlen_on_cpus() -> None:
+def varlen_on_cpus() -> None:
     """Give CPUs the operator that packed attention takes on CUDA, and let the attention take it."""
 
     def weights(
-        q: torch.Tensor, k: torch.Tensor, ends: torch.Tensor, scale: float | None
+        q: torch.Tensor,
+        k: torch.Tensor,
+        ends: torch.Tensor,
+        key_ends: torch.Tensor,
+        scale: float | None,
     ) -> torch.Tensor:
-        sequence = torch.bucketize(torch.arange(len(q)), ends, right=True)
-        seen = (sequence[:, None] == sequence) & torch.ones(len(q), len(q)).tril().bool()
+        queries, keys = torch.arange(len(q)), torch.arange(len(k))
+        sequence = torch.bucketize(queries, ends, right=True)
+        of_keys = torch.bucketize(keys, key_ends, right=True)
+        # Causal from the last token of each, as flash attention aligns unequal numbers of both.
+        is_earlier = (ends[sequence] - queries)[:, None] <= key_ends[of_keys] - keys
+        seen = (sequence[:, None] == of_keys) & is_earlier
         scores = torch.einsum("thd,shd->hts", q, k) * (scale or q.shape[-1] ** -0.5)
         return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
     @varlen._varlen_attn.register_kernel("cpu")
-    def _(q: Any, k: Any, v: Any, ends: Any, _k: Any, _max: Any, _max_k: Any, *rest: Any) -> Any:
+    def _(q: Any, k: Any, v: Any, ends: Any, ends_k: Any, _max: Any, _k: Any, *rest: Any) -> Any:
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-        out = torch.einsum("hts,shd->thd", weights(q, k, ends, rest[1]), v).contiguous()
+        out = torch.einsum("hts,shd->thd", weights(q, k, ends, ends_k, rest[1]), v).contiguous()
         return out, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
 
     @varlen._varlen_attn_backward.register_kernel("cpu")
-    def _(grad: Any, q: Any, k: Any, v: Any, _out: Any, _sums: Any, ends: Any, *rest: Any) -> Any:
+    def _(grad: Any, q: Any, k: Any, v: Any, _o: Any, _sums: Any, ends: Any, *rest: Any) -> Any:
         groups, scale = (k.shape[1], q.shape[1] // k.shape[1]), rest[5] or q.shape[-1] ** -0.5
         k, v = (each.repeat_interleave(groups[1], 1) for each in (k, v))
-        p = weights(q, k, ends, scale)
+        p = weights(q, k, ends, rest[0], scale)
         of_p = torch.einsum("thd,shd->hts", grad, v)
         of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
         of_k, of_v = (torch.einsum("hts,thd->shd", *pair) for pair in ((of_scores, q), (p, grad)))
@@ -113,7 +121,7 @@ def _varlen_on_cpus() -> None:
 
 
 def _steps_with_one_kernel(rank: int, world_size: int, folder: str, out: str) -> int:
-    _varlen_on_cpus()
+    varlen_on_cpus()
     return _compiled_steps(rank, world_size, folder, out, True)
 
 

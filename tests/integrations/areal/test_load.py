@@ -195,7 +195,6 @@ def test_all_that_has_no_effect_is_named_in_one_warning(
             "is 4 and tensor_parallel_size 2, which are not",
         ),
         ({"offload": True}, "'actor.offload' .* expected False"),
-        ({"enable_tree_training": True}, "'actor.enable_tree_training' .* no tree training"),
         (
             {"archon": {"attn_type": "tree"}},
             "'actor.archon.attn_type' .* expected 'varlen' or 'sdpa'",
@@ -260,7 +259,6 @@ def test_values_without_effect_of_keys_that_are_refused_are_accepted(
 ) -> None:
     without_effect = {
         "offload": False,
-        "enable_tree_training": False,
         "fsdp": {
             "offload_params": False,
             "per_layer_optim_step": False,

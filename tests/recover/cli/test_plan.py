@@ -122,12 +122,22 @@ def test_the_table_says_whether_it_fits(qwen3_8b: Path) -> None:
         (["--bandwidth", "0"], "'0' is no size above 0; expected for instance 80GB"),
         (["--bandwidth", "0.4B/s"], "'0.4B/s' is no size above 0"),
         (["--colocate", "vllm"], "'vllm' is no server with its share of the memory"),
+        (["--group", "7000:150"], "'7000:150' is no group of answers; expected the tokens of a"),
+        (["--group", "0:150:8"], "'0:150:8' is no group of answers"),
         (["--backend", "fsdp:d4"], "data_parallel_size is 4, but 8 rank(s) have joined"),
     ],
 )
 def test_bad_arguments_end_in_one_message(qwen3_8b: Path, options: list[str], message: str) -> None:
     code, _, err = holdfast("plan", qwen3_8b, *options)
     assert code == 2 and message in " ".join(err.split())
+
+
+def test_a_plan_for_answers_that_share_a_prompt_says_how_many_tokens_it_spares(
+    qwen3_8b: Path,
+) -> None:
+    code, out, _ = holdfast("plan", qwen3_8b, "--group", "7000:150:8", "--memory", "10TB")
+    assert code == 0
+    assert "8 answers of 150 tokens to a prompt of 7000 are 6.97 times as many tokens as" in out
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:

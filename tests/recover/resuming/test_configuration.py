@@ -102,7 +102,8 @@ def _other_hyperparameters(rank: int, world_size: int, root: str) -> Any:
     other = changes | {"gradient_clipping": 0.5, "warmup_steps": 2}
     mb_spec = TrainEngineConfig().mb_spec
     mb_spec.n_mbs = 2
-    return _live(root, range(3, 4), optimizer=other, temperature=2.0, mb_spec=mb_spec)
+    keys = {"temperature": 2.0, "mb_spec": mb_spec, "enable_tree_training": True}
+    return _live(root, range(3, 4), optimizer=other, **keys)
 
 
 def test_one_warning_has_every_key_of_an_engine_that_the_restart_changes_or_does_not(
@@ -116,6 +117,7 @@ def test_one_warning_has_every_key_of_an_engine_that_the_restart_changes_or_does
         "optimizer.gradient_clipping of default was 1.0, is 0.5",
         "temperature of default was 1.0, is 2.0",
         "mb_spec.n_mbs of default was 1, is 2",
+        "enable_tree_training of default was False, is True",
         "warmup_steps=1), is lr_factor",
         "learning rate of default was 0.0",
     ):
