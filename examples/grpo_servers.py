@@ -1,16 +1,17 @@
 """GRPO on Ray with inference servers, sampling ahead of training. Any of its processes may die.
 
-    # vLLM servers that run already
-    python examples/grpo_servers.py servers=[http://host:8000,http://host:8001]
-    # starts its own
+    # starts two vLLM servers on the CPU, and on two GPUs
     python examples/grpo_servers.py python=.venv-vllm/bin/python
+    python examples/grpo_servers.py python=/envs/vllm/bin/python gpus=2,3
+    # servers that run already
+    python examples/grpo_servers.py servers=[http://host:8000,http://host:8001]
 
 The driver publishes every version of the weights to the servers (`ServerFleet`) and hands out
 prompts as numbered tickets (`RolloutExecutor`). The ledger of tickets is saved in the same snapshot
 as engine, data cursor and generators.
 
-- A dead server gets no requests until it serves the current weights again. The other servers take
-  its requests.
+- A dead server is started again, and gets no requests until it serves the current weights. The
+  other servers take its requests.
 - After the loss of a trainer, the `Supervisor` runs `train` again.
 - After the loss of the driver, run the same command again.
 
@@ -18,7 +19,7 @@ In every case, each ticket is trained exactly once, in its step.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,8 +41,8 @@ from grpo_job import (
     show_progress,
     split_rows,
 )
-from server_processes import VLLM_COMMAND, ServerProcesses, adapter_flags, wait_for_servers
 
+from holdfast.engine.launch import ServerFolder, ServerProcesses, ServerSpec
 from holdfast.engine.rollouts import (
     RLVRWorkflow,
     RolloutConfig,
@@ -54,7 +55,7 @@ from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import require_at_least, require_choice
-from holdfast.utils.errors import ConfigError, RolloutError
+from holdfast.utils.errors import ConfigError, RolloutError, ServerError
 from holdfast.utils.metrics import read_stats
 from holdfast.utils.timing import PhaseTimes
 
@@ -66,8 +67,10 @@ class GRPOServersConfig(GRPOConfig):
     experiment_name: str = "grpo_servers"
     servers: list[str] = field(default_factory=list)
     """URLs of vLLM servers with a model of this architecture. If empty, the job starts its own
-    servers.
+    servers, unless ``servers_folder`` names some.
     """
+    servers_folder: str | None = None
+    """Folder of the servers that `holdfast serve` keeps running."""
     mirrors: list[str] = field(default_factory=list)
     """URLs of the mirrors of ``servers``, in their order. If empty, the servers read the published
     folders themselves.
@@ -76,9 +79,9 @@ class GRPOServersConfig(GRPOConfig):
     """Number of servers to start."""
     python: str = ".venv-vllm/bin/python"
     """Python of an environment with vLLM, for starting servers."""
-    server_command: str = VLLM_COMMAND
-    """Command that starts a server."""
-    server_start_s: float = 900.0
+    gpus: str | None = None
+    """Devices for the servers to start, ``2,3``. None: they compute on the CPU."""
+    server_start_s: float = 1800.0
     """Longest time until the servers answer."""
     min_servers: int = 1
     """Number of servers that must serve a version before the step goes on."""
@@ -145,14 +148,18 @@ class GRPOServersConfig(GRPOConfig):
         return Path(self.weights_folder or self.recover.trial_root / "weights")
 
     @property
-    def start_command(self) -> str:
-        """Return ``server_command``, with flags for adapters if only adapters are published."""
-        if self.publish != "adapter":
-            return self.server_command
-        flags = adapter_flags(
-            self.actor.lora_rank, self.actor.target_modules, self.versions_in_flight
+    def server_spec(self) -> ServerSpec:
+        """Return how to start a server."""
+        return vllm_spec(
+            self.actor.path,
+            self.python,
+            on_cpu=self.gpus is None,
+            dtype=self.actor.dtype,
+            sleeps=self.colocate,
+            lora_rank=self.actor.lora_rank if self.publish == "adapter" else 0,
+            lora_modules=self.actor.target_modules,
+            lora_versions=self.versions_in_flight,
         )
-        return f"{self.server_command} {flags}"
 
     @property
     def gconfig(self) -> GenerationHyperparameters:
@@ -163,6 +170,20 @@ class GRPOServersConfig(GRPOConfig):
             temperature=self.actor.temperature,
             stop_token_ids=[EOS_ID],
         )
+
+
+def vllm_spec(model: str, python: str, on_cpu: bool = True, **options: Any) -> ServerSpec:
+    """Return how to start vLLM for the copy task."""
+    return ServerSpec(
+        "vllm",
+        model,
+        python,
+        device="cpu" if on_cpu else "cuda",
+        max_model_len=64,
+        max_num_seqs=64,
+        environment={"OMP_NUM_THREADS": "1"} if on_cpu else {},
+        **options,
+    )
 
 
 class CopySamples:
@@ -196,36 +217,51 @@ class Servers(NamedTuple):
 
     fleet: ServerFleet
     # Returns the process ids of servers that the job has started.
-    pids: Callable[[], list[int]]
+    pids: Callable[[], dict[str, int]]
 
 
 @contextmanager
 def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
-    """Start the servers, unless they run already, and wait until all of them answer."""
+    """Start the servers, unless they run already. The first publication waits for those that the
+    job starts.
+    """
     with ExitStack() as stack:
+        pids = dict[str, int]
         if config.servers:
-            processes = None
-            pids = list[int]
             pairs = zip_longest(config.servers, config.mirrors)
-            clients = [VLLMServer(url, mirror=mirror) for url, mirror in pairs]
+            servers = [VLLMServer(url, mirror=mirror) for url, mirror in pairs]
+            wait_for_servers(servers, config.server_start_s)
+        elif config.servers_folder is not None:
+            servers = ServerFolder(config.servers_folder)
         else:
-            logs = config.recover.trial_root / "logs"
-            processes = ServerProcesses(
-                config.start_command,
-                config.python,
-                Path(config.actor.path),
-                config.n_servers,
-                logs,
-                config.published if config.publish == "delta" else None,
+            folder = config.recover.trial_root / "servers"
+            mirrored = config.published if config.publish == "delta" else None
+            servers = stack.enter_context(
+                ServerProcesses(
+                    config.server_spec, config.n_servers, folder, config.gpus, published=mirrored
+                )
             )
-            stack.enter_context(processes)
-            clients = processes.servers
-            pids = processes.pids
-            print(f"starting {config.n_servers} inference servers; their logs: {logs}", flush=True)
-        wait_for_servers(clients, config.server_start_s, processes)
-        fleet = ServerFleet(clients, config.min_servers)
+            pids = servers.pids
+            print(f"starting {config.n_servers} inference servers; logs: {folder}", flush=True)
+            if config.colocate:  # they need their memory before the trainers take it
+                servers.wait_until_up(config.server_start_s)
+        fleet = ServerFleet(servers, config.min_servers, server_wait_s=config.server_start_s)
         stack.callback(fleet.close)
         yield Servers(fleet, pids)
+
+
+def wait_for_servers(servers: Sequence[VLLMServer], timeout_s: float) -> None:
+    """Wait until all servers answer. Raises ServerError if one does not within ``timeout_s``."""
+    end = time.monotonic() + timeout_s
+    for server in servers:
+        while True:
+            try:
+                server.status()
+                break
+            except ServerError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.5)
 
 
 def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None:
@@ -255,7 +291,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         RecoverHandler(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
         closing(open_stats(config)) as stats_logger,
     ):
-        note_processes(config, trainer=trainer.pids(), server=servers.pids())
+        note_processes(config, trainer=trainer.pids(), server=[*servers.pids().values()])
         handler.register("rollouts", rollouts)
         info = handler.load(trainer, dataloader=loader)
         step = handler.first_step(info)

@@ -1,12 +1,10 @@
 """GRPO in one file: a reward function, an engine, a server that samples, and a run that resumes.
 
-    vllm serve Qwen/Qwen3-0.6B --enable-scale-out --logprobs-mode processed_logprobs ...
-    torchrun --nproc_per_node=2 examples/minimal_grpo.py server=http://127.0.0.1:8000
+    torchrun --nproc_per_node=2 examples/minimal_grpo.py python=/envs/vllm/bin/python gpu=2
 
 Kill it at any moment and start it again with the same command: it continues after its newest
 snapshot, and no sample is lost or trained twice. Copy this file and change `reward_fn` and
-`make_dataset`. docs/servers.md has all flags of servers. `make minimal` runs this file without a
-GPU, with a tiny model and a stand-in for the server.
+`make_dataset`. `make minimal` runs it without a GPU, with a tiny model and a stand-in for vLLM.
 """
 
 import re
@@ -25,9 +23,10 @@ from holdfast.engine import (
     FSDPEngine,
     OptimizerConfig,
     SaveLoadMeta,
-    VLLMServer,
+    ServerFleet,
     WeightUpdateMeta,
 )
+from holdfast.engine.launch import ServerProcesses, ServerSpec
 from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig
 from holdfast.engine.rollouts import (
     GenerationHyperparameters,
@@ -44,10 +43,13 @@ class Config:
     """Options of the job, each ``name=value`` on the command line."""
 
     model: str = "Qwen/Qwen3-0.6B"
-    """A folder or an id on the hub, the one that the server was started with."""
-    server: str = "http://127.0.0.1:8000"
+    """A folder or an id on the hub."""
+    python: str = sys.executable
+    """Python of an environment with vLLM."""
+    gpu: str | None = None
+    """Device of the server. None: the first one."""
     fileroot: str = "runs/minimal_grpo"
-    """Folder for snapshots, published weights and the trained model. The server reads it, too."""
+    """Folder for snapshots, published weights, logs of servers and the trained model."""
     dtype: str = "bfloat16"
     lr: float = 1e-6
     epochs: int = 20
@@ -84,6 +86,7 @@ def main(config: Config) -> None:
     dataset = make_dataset()
     spec = FinetuneSpec(config.epochs, len(dataset), config.batch_size)
     tokenizer = AutoTokenizer.from_pretrained(config.model)
+    recover = RecoverConfig(fileroot=config.fileroot, freq_steps=config.freq_steps)
 
     # The policy: a model in shards on all ranks, and the loss of GRPO.
     actor_config = PPOActorConfig(
@@ -95,12 +98,18 @@ def main(config: Config) -> None:
     )
     engine = FSDPEngine(actor_config)
     engine.create_process_group()
+
+    # Rank 0 starts the server, and starts it again when it ends.
+    how = ServerSpec("vllm", config.model, config.python, dtype=config.dtype)
+    servers = ServerProcesses(how, 1, recover.trial_root / "servers", config.gpu)
+    if get_rank() == 0:
+        servers.start()
     engine.initialize(None, spec)
     actor = PPOActor(actor_config, engine)
 
     # Sampling: rank 0 sends each prompt to the server, which serves the weights of every step.
-    servers = [VLLMServer(config.server)]
-    engine.connect_engine(servers, WeightUpdateMeta("disk", f"{config.fileroot}/weights"))
+    fleet = ServerFleet(servers)
+    engine.connect_engine(fleet, WeightUpdateMeta("disk", f"{config.fileroot}/weights"))
     sampling = GenerationHyperparameters(
         n_samples=config.n_samples,
         max_new_tokens=config.max_new_tokens,
@@ -110,14 +119,14 @@ def main(config: Config) -> None:
     ahead = RolloutConfig(config.steps_ahead, total_steps=spec.total_train_steps)
     rollouts = SharedRollouts(
         lambda: RolloutExecutor(
-            ahead, loader, RLVRWorkflow(reward_fn, sampling, tokenizer), servers
+            ahead, loader, RLVRWorkflow(reward_fn, sampling, tokenizer), fleet.serving
         ),
         engine,
     )
 
     # Recovery: engine, data position, samples and generators are saved together.
-    recover = RecoverConfig(fileroot=config.fileroot, freq_steps=config.freq_steps)
-    with closing(rollouts), RecoverHandler(recover, spec, group=engine.control_group) as handler:
+    handler = RecoverHandler(recover, spec, group=engine.control_group)
+    with closing(servers), closing(fleet), closing(rollouts), handler:
         handler.register("rollouts", rollouts)
         step = handler.first_step(handler.load(engine, dataloader=loader))
         while step.global_step < spec.total_train_steps:

@@ -1,11 +1,10 @@
 """GRPO on Ray in one file: examples/minimal_grpo.py, whose workers are started again when they die.
 
-    vllm serve Qwen/Qwen3-0.6B --enable-scale-out --logprobs-mode processed_logprobs ...
-    python examples/minimal_grpo_ray.py server=http://127.0.0.1:8000 ranks=2
+    python examples/minimal_grpo_ray.py python=/envs/vllm/bin/python gpu=2 ranks=2
 
-The driver samples and holds the data position. Each worker holds a shard of the policy. A worker
-that dies takes the others with it, and the supervisor starts all of them again from the newest
-snapshot. After the death of the driver, run the same command again.
+The driver starts the server, samples, and holds the data position. Each worker holds a shard of the
+policy. A worker that dies takes the others with it, and the supervisor starts all of them again
+from the newest snapshot. After the death of the driver, run the same command again.
 """
 
 import os
@@ -26,9 +25,10 @@ from holdfast.engine import (
     FSDPEngine,
     OptimizerConfig,
     SaveLoadMeta,
-    VLLMServer,
+    ServerFleet,
     WeightUpdateMeta,
 )
+from holdfast.engine.launch import ServerProcesses, ServerSpec
 from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig
 from holdfast.engine.rollouts import (
     GenerationHyperparameters,
@@ -36,6 +36,7 @@ from holdfast.engine.rollouts import (
     RolloutConfig,
     RolloutExecutor,
 )
+from holdfast.engine.servers.publish import PublishedWeights
 from holdfast.engine.worker_group import WorkerResources
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
@@ -48,10 +49,13 @@ class Config:
     """Options of the job, each ``name=value`` on the command line."""
 
     model: str = "Qwen/Qwen3-0.6B"
-    """A folder or an id on the hub, the one that the server was started with."""
-    server: str = "http://127.0.0.1:8000"
+    """A folder or an id on the hub."""
+    python: str = sys.executable
+    """Python of an environment with vLLM."""
+    gpu: str | None = None
+    """Device of the server. None: the first one."""
     fileroot: str = "runs/minimal_grpo_ray"
-    """Folder for snapshots, published weights and the trained model. The server reads it, too."""
+    """Folder for snapshots, published weights, logs of servers and the trained model."""
     ranks: int = 2
     cpus_per_rank: float = 1
     gpus_per_rank: float = 0
@@ -104,16 +108,16 @@ class Trainer:
         )
         self.engine = FSDPEngine(actor_config)
 
-        # All ranks together hold the model, and tell the server of new weights.
+        # All ranks together hold the model, and write new weights.
         self.engine.create_process_group()
         self.engine.initialize(None, spec_of(config))
         self.actor = PPOActor(actor_config, self.engine)
         meta = WeightUpdateMeta("disk", f"{config.fileroot}/weights")
-        self.engine.connect_engine([VLLMServer(config.server)], meta)
+        self.engine.connect_engine([], meta)
 
-    def publish(self) -> None:
-        """Write the weights, and wait until the server serves them."""
-        self.engine.update_weights()
+    def publish(self) -> PublishedWeights:
+        """Write the weights. The driver tells the servers."""
+        return self.engine.update_weights()
 
     def train(self, batch: Batch) -> dict[str, float]:
         """Run one step on this rank's share of the batch."""
@@ -142,7 +146,7 @@ def split(batch: Batch, ranks: int) -> list[tuple[Batch]]:
     return shares
 
 
-def run(config: Config, attempt: Attempt) -> None:
+def run(config: Config, fleet: ServerFleet, attempt: Attempt) -> None:
     """Run the job to its end, from a fresh start or from the newest snapshot."""
     spec = spec_of(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model)
@@ -167,13 +171,15 @@ def run(config: Config, attempt: Attempt) -> None:
     recover = RecoverConfig(fileroot=config.fileroot, freq_steps=config.freq_steps)
     with (
         closing(RLVRWorkflow(reward_fn, sampling, tokenizer)) as workflow,
-        RolloutExecutor(ahead, loader, workflow, [VLLMServer(config.server)]) as rollouts,
+        RolloutExecutor(ahead, loader, workflow, fleet.serving) as rollouts,
         RecoverHandler(recover, spec, notices=[attempt.draining]) as handler,
     ):
         handler.register("rollouts", rollouts)
         step = handler.first_step(handler.load(workers, dataloader=loader))
         while step.global_step < spec.total_train_steps:
-            workers.call_all("publish")
+            fleet.withdraw(step.global_step)  # after a crash, this version is written again
+            written = workers.call_all("publish")[0]
+            fleet.update(written.path, written.version, timeout_s=300)
             rollouts.set_version(step.global_step)
             batch = rollouts.next_batch(step.global_step)
             stats = workers.call_all("train", per_rank=split(batch, config.ranks))[0]
@@ -189,5 +195,13 @@ if __name__ == "__main__":
     given = OmegaConf.from_cli(sys.argv[1:])
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
     config.fileroot = os.path.abspath(config.fileroot)
+    recover = RecoverConfig(fileroot=config.fileroot)
     ray.init()
-    Supervisor(RecoverConfig(fileroot=config.fileroot)).run(partial(run, config))
+
+    # The server outlives the workers. The driver starts it again when it ends.
+    how = ServerSpec("vllm", config.model, config.python, dtype=config.dtype)
+    with (
+        ServerProcesses(how, 1, recover.trial_root / "servers", config.gpu) as servers,
+        closing(ServerFleet(servers)) as fleet,
+    ):
+        Supervisor(recover).run(partial(run, config, fleet))

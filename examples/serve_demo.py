@@ -1,7 +1,7 @@
-"""``make serve-demo``: GRPO with two vLLM servers. A server, a mirror, a trainer and the driver are
-each killed once.
+"""``make serve-demo``: GRPO with two vLLM servers. A server, the mirror, a trainer and the driver
+are each killed once.
 
-The trainers publish the changes of each step, from which a mirror next to each server makes the
+The trainers publish the changes of each step, from which a mirror next to the servers makes the
 weights. So the model knows a part of the task at the start and learns at a small rate. At a rate
 that teaches it from nothing, most weights change in every step.
 
@@ -26,9 +26,11 @@ import matplotlib.pyplot as plt
 import torch
 from chaos import GrpoRun, column, mark_kill
 from copy_task import CopyPrompts, sft_collate, write_model_folder
+from grpo_servers import vllm_spec
 from rich.console import Console
-from server_processes import VLLM_COMMAND, ServerProcesses, wait_for_servers
 from transformers import AutoModelForCausalLM
+
+from holdfast.engine.launch import ServerProcesses
 
 OUT = Path("serve_demo_out").absolute()
 PYTHON = Path(".venv-vllm/bin/python").absolute()
@@ -75,15 +77,15 @@ def kill_server(
     console: Console,
     run: GrpoRun,
     servers: ServerProcesses,
-    number: int,
+    name: str,
     what: str,
     note: str,
 ) -> Kill:
-    """Kill a server or a mirror. The run goes on with the other ones until the new process has the
-    current weights.
+    """Kill a server or the mirror. The run goes on with the other ones until the new process has
+    the current weights.
     """
     step = run.last_step()
-    os.kill(servers.pids()[number], signal.SIGKILL)
+    os.kill(servers.pids()[name], signal.SIGKILL)
     console.print(f"  [red]SIGKILL {what} after step {step}[/red]: {note}")
     return Kill(what, step)
 
@@ -130,21 +132,19 @@ def main() -> int:
     # on a CPU, vLLM needs attention heads of at least 32
     model = write_model_folder(OUT / "base_model", hidden=128, for_vllm=True)
     teach_a_part(model)
-    # The mirrors read this folder.
+    # The mirror reads this folder.
     published = OUT / "weights"
+    spec = vllm_spec(str(model), str(PYTHON), dtype="float32")
     console.print(
-        "[bold]1. Two vLLM servers and their mirrors start[/bold]: a minute or two, ten on a busy "
+        "[bold]1. Two vLLM servers and their mirror start[/bold]: a minute or two, ten on a busy "
         "machine"
     )
-    with ServerProcesses(VLLM_COMMAND, str(PYTHON), model, 2, OUT / "logs", published) as servers:
-        wait_for_servers(servers.servers, START_S, servers)
-        urls = ",".join(server.url for server in servers.servers)
-        mirrors = ",".join(str(server.mirror) for server in servers.servers)
+    with ServerProcesses(spec, 2, OUT / "servers", published=published) as servers:
+        servers.wait_until_up(START_S)
         # The servers are ours, so that a kill of the driver leaves them alone.
         run = GrpoRun(
             OUT,
-            f"servers=[{urls}]",
-            f"mirrors=[{mirrors}]",
+            f"servers_folder={OUT / 'servers'}",
             f"total_steps={TOTAL_STEPS}",
             f"actor.path={model}",
             "publish=delta",
@@ -162,11 +162,11 @@ def main() -> int:
             run.start()
             follow(console, run, TOTAL_STEPS // 5)
             # A fifth of the run between two kills.
-            note = "its server keeps its weights meanwhile"
-            kills = [kill_server(console, run, servers, 2, "mirror 0", note)]
+            note = "the servers keep their weights meanwhile"
+            kills = [kill_server(console, run, servers, "mirror", "the mirror", note)]
             follow(console, run, 2 * TOTAL_STEPS // 5)
             note = "the other one takes its requests"
-            kills.append(kill_server(console, run, servers, 0, "server 0", note))
+            kills.append(kill_server(console, run, servers, "server_0", "server 0", note))
             follow(console, run, 3 * TOTAL_STEPS // 5)
             kills.append(kill_process(console, run, "trainer", "trainer rank 1"))
             follow(console, run, 4 * TOTAL_STEPS // 5)

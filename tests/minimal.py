@@ -1,7 +1,8 @@
 """Run examples/minimal_grpo.py without a GPU: ``python -m tests.minimal FOLDER [name=value ...]``.
 
-A tiny model with random weights takes the place of a released one, and a stand-in answers like a
-vLLM server: it reads published weights, samples with them, and reports their version.
+A tiny model with random weights takes the place of a released one, and the example starts a
+stand-in for vLLM by the command of vLLM. It reads published weights, samples with them, and reports
+their version.
 """
 
 import os
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples.tiny_models import SPECIAL_TOKENS, make_tokenizer, write_tiny_qwen3
+from tests.engine.launch.stand_in import stand_in_environment
 from tests.engine.servers.fakes import FakeServer
 
 ROOT = Path(__file__).parents[1]
@@ -23,11 +25,22 @@ OPTIONS = ("dtype=float32", "lr=2e-3", "max_new_tokens=2", "epochs=10")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
-@contextmanager
-def served_model(folder: Path) -> Iterator[list[str]]:
-    """Write a tiny model, serve it, and give the arguments of the example that name both."""
+def arguments_of(folder: Path) -> list[str]:
+    """Write a tiny model, and give the arguments of an example that trains it."""
     tokenizer = make_tokenizer([*SPECIAL_TOKENS, *"0123456789+="], CHAT)
     model = write_tiny_qwen3(folder / "model", tokenizer, for_vllm=True)
+    return [f"model={model}", f"fileroot={folder / 'runs'}", *OPTIONS]
+
+
+def environment() -> dict[str, str]:
+    """The environment of an example that starts stand-ins."""
+    return {**os.environ, **stand_in_environment(), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def served_model(folder: Path) -> Iterator[list[str]]:
+    """Write a tiny model, serve it, and give the arguments of an example that name both."""
+    arguments = arguments_of(folder)
     (folder / "server").mkdir(exist_ok=True)
 
     # Ctrl-C is for the job, and a server of its own does not get it either.
@@ -35,19 +48,18 @@ def served_model(folder: Path) -> Iterator[list[str]]:
     server = FakeServer("vllm", folder / "server", dtype="float32")
     signal.signal(signal.SIGINT, before)
     with server:
-        yield [f"model={model}", f"server={server.url}", f"fileroot={folder / 'runs'}", *OPTIONS]
+        yield [*arguments, f"server={server.url}"]
 
 
 if __name__ == "__main__":
     os.environ["TQDM_DISABLE"] = "1"  # the stand-in loads weights at each step
     folder = Path(sys.argv[1]).absolute()
     folder.mkdir(exist_ok=True)
-    with served_model(folder) as arguments:
-        command = [*TORCHRUN, str(EXAMPLE), *arguments, *sys.argv[2:]]
-        print(" ".join(command), flush=True)
-        job = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        try:
-            status = job.wait()
-        except KeyboardInterrupt:
-            status = job.wait()  # the job got it, too, and takes a snapshot
+    command = [*TORCHRUN, str(EXAMPLE), *arguments_of(folder), *sys.argv[2:]]
+    print(" ".join(command), flush=True)
+    job = subprocess.Popen(command, env=environment())
+    try:
+        status = job.wait()
+    except KeyboardInterrupt:
+        status = job.wait()  # the job got it, too, and takes a snapshot
     sys.exit(status)

@@ -31,6 +31,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.1
 _KILL_S = 30.0
 """Time after SIGKILL for processes to end."""
+_TRACKERS_S = 3.0
+_WITHOUT_GUARD_S = 5.0
+"""Time between SIGTERM and SIGKILL for the processes of a guard that was killed."""
 
 
 def start_guarded(
@@ -84,9 +87,27 @@ def end_guarded(*guards: subprocess.Popen[bytes], timeout_s: float = 15.0) -> No
 
         # A guard that exits by itself has ended the group.
         if guard.returncode is None or guard.returncode < 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(guard.pid, signal.SIGKILL)
+            end_group(guard.pid, 0.0 if guard.returncode is None else _WITHOUT_GUARD_S)
             guard.wait()
+
+
+def end_group(group: int, timeout_s: float) -> None:
+    """End all processes of a group, with SIGKILL after ``timeout_s``.
+
+    Python's trackers of shared memory come last, because they delete what the others leave there.
+    """
+    # Not at the top, because this file also runs as a script.
+    from .processes import processes_of_group, still_alive
+
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
+    still_alive([one for one in processes_of_group(group) if not _is_tracker(one.pid)], timeout_s)
+    for process in processes_of_group(group):
+        if not _is_tracker(process.pid):
+            process.kill()
+    still_alive(processes_of_group(group), _TRACKERS_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def guarded_pid(guard: subprocess.Popen[bytes]) -> int:
@@ -132,10 +153,13 @@ class _Guard:
         while self._reap() and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
 
-        # Each process that ends hands its children to this one, until there are none.
-        end = time.monotonic() + _KILL_S
-        while self._reap() and time.monotonic() < end:
+        # Each process that ends hands its children to this one, until there are none. Trackers of
+        # shared memory end when the others have, and delete what those have left.
+        now = time.monotonic()
+        while self._reap() and time.monotonic() < now + _KILL_S:
             for pid in _children(os.getpid()):
+                if _is_tracker(pid) and time.monotonic() < now + _TRACKERS_S:
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_LOOK_EVERY_S / 10)
@@ -150,6 +174,13 @@ class _Guard:
             if pid == 0:
                 return True
             self._codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def _children(pid: int) -> list[int]:

@@ -37,7 +37,12 @@ class ProcessId:
     @staticmethod
     def current() -> "ProcessId":
         """Return this process."""
-        return ProcessId(os.getpid(), _start_time(os.getpid()))
+        return ProcessId.of(os.getpid())
+
+    @staticmethod
+    def of(pid: int) -> "ProcessId":
+        """Return the process that has this pid now."""
+        return ProcessId(pid, _start_time(pid))
 
     def alive(self) -> bool:
         """Return whether the process still runs. A zombie does not."""
@@ -71,6 +76,17 @@ def _stat(process: int | str) -> list[str] | None:
     # The second field is the name in brackets, which may hold brackets and spaces itself.
     _, _, rest = text.rpartition(")")
     return rest.split()
+
+
+def processes_of_group(group: int) -> list[ProcessId]:
+    """Return the running processes of a process group."""
+    members: list[ProcessId] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(folder.name)
+        # The third field is the state, the fifth the group.
+        if fields is not None and fields[0] not in "ZX" and int(fields[2]) == group:
+            members.append(ProcessId(int(folder.name), fields[19]))
+    return members
 
 
 def process_started_at() -> float:

@@ -26,7 +26,7 @@ from ...utils.errors import (
     ServerError,
 )
 from ...utils.logging import get_logger
-from ..servers.api import GenerationServer, ModelRequest, ModelResponse
+from ..servers.api import GenerationServer, ModelRequest, ModelResponse, WatchedServer
 from .config import RolloutConfig
 from .digests import UNPICKLABLE, call_digest, request_digest
 from .ledger import Ticket, derive_seed
@@ -106,6 +106,8 @@ class RequestSender:
             episode.check(response)
         except TimeoutError as error:
             episode.failed = server
+            if isinstance(server, WatchedServer):
+                server.note_timeout()
             raise ServerError(f"{_name(server)} has not answered within {timeout_s:g} s") from error
         except ServerError as error:
             episode.failed = server

@@ -9,12 +9,13 @@ import base64
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from ...utils.config import require_numbers, require_range
 from ...utils.files import StrPath
 from ...utils.manifest import manifest_digest
 
+S_co = TypeVar("S_co", bound="InferenceServer", covariant=True)
 StopReason = Literal["stop", "length"]
 """Reason for the end of a response: a stop token, or ``max_new_tokens``."""
 
@@ -226,6 +227,42 @@ class ObservableServer(InferenceServer, Protocol):
         ...
 
 
+@runtime_checkable
+class WatchedServer(Protocol):
+    """A server that whoever started it looks after."""
+
+    def note_timeout(self) -> None:
+        """Note that a request was not answered in time. The server may hang."""
+        ...
+
+
+@runtime_checkable
+class ServerSource(Protocol[S_co]):
+    """Servers that come and go, such as `holdfast.engine.launch.ServerProcesses`. A `ServerFleet`
+    looks at them regularly.
+    """
+
+    def servers(self) -> Sequence[S_co]:
+        """The servers that answer now, as the same objects each time. Each new one gets a new
+        object.
+
+        Raises ConfigError or RolloutError if the run cannot go on without those that are missing.
+        """
+        ...
+
+    def absent(self) -> "list[ServerReport]":
+        """Reports on the servers that do not answer now."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Statistics, in addition to those of `server_stats`."""
+        ...
+
+    def hold(self, on: bool) -> None:
+        """Start no server while something else has the memory of its GPUs."""
+        ...
+
+
 class ServerState(StrEnum):
     """Whether a server may generate, and the reason if not."""
 
@@ -243,6 +280,8 @@ class ServerState(StrEnum):
     """
     GONE = "gone"
     """The server does not answer."""
+    STARTING = "starting"
+    """The job has started the server, which does not answer yet."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ server each.
 import asyncio
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -35,7 +34,6 @@ from ...utils.remote import without_secrets
 from ..hf.adapter_folder import WEIGHTS
 from ..hf.versions import published_file
 from .adapters import (
-    AdapterFacts,
     AdaptersInUse,
     adapter_label,
     adapter_name,
@@ -69,8 +67,9 @@ from .content_check import (
     read_weights_probe,
     weights_differ,
 )
-from .groups import KeptGroup, SenderGroup
+from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
+from .server_calls import ServerCalls
 from .sleep import TAGS, Sleep, SleepCalls, Sleeping
 from .stream import BucketReader
 
@@ -116,9 +115,9 @@ def _explained_wait() -> Iterator[None]:
 
 
 @dataclass(eq=False, repr=False)
-class ServerClient(ABC):
+class ServerClient(ServerCalls):
     """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling
-    keeps only these.
+    keeps only these. ``connections`` has the requests in flight.
 
     ConfigError if ``url`` is no HTTP URL of a host, has a query, or holds a user although
     ``api_key`` is given, if a limit is not positive, or ``dtype`` is unknown. The same for the URL
@@ -144,6 +143,7 @@ class ServerClient(ABC):
     generation_timeout_s: float = 1800.0
     dtype: str | None = None
     mirror: str | None = None
+    served_name: str | None = None
 
     def __post_init__(self) -> None:
         # The settings.
@@ -187,7 +187,7 @@ class ServerClient(ABC):
         self._warned: set[str] = set()
 
         # Completions.
-        self._connections = Connections(self.url, self.api_key)
+        self.connections = Connections(self.url, self.api_key)
         self._adapters = AdaptersInUse()
         self._vocab_size: int | None = None
         self._limits: PromptLimits | None = None
@@ -219,6 +219,7 @@ class ServerClient(ABC):
         The label names adapters if the server still has the adapters that this client loaded last.
         """
         with self._calls("", self.status_timeout_s, ServerError) as calls:
+            self._require_name(calls)
             status = self._status(calls)
             name = self._adapters.current
             if status.label is not None or status.asleep or name is None:
@@ -440,6 +441,7 @@ class ServerClient(ABC):
             )
         try:
             with self._calls(what, limit_s, error) as calls:
+                self._require_name(calls)
                 yield calls
         finally:
             self._updating.release()
@@ -663,6 +665,31 @@ class ServerClient(ABC):
 
     # Completions
 
+    def note_timeout(self) -> None:
+        """See `WatchedServer`."""
+        self.connections.unanswered += 1
+
+    def require_name(self, timeout_s: float) -> None:
+        """Raise ServerError if nobody answers, or another server does (``served_name``)."""
+        with self._calls("", timeout_s, ServerError) as calls:
+            self._models(calls)
+            self._require_name(calls)
+
+    def read_version(self, timeout_s: float) -> int | None:
+        """The version in the server's label, or None. Raises ServerError without an answer."""
+        with self._calls("", timeout_s, ServerError) as calls:
+            return labelled_version(Sleep.read(self._label(calls)).weights)
+
+    def require_token(self, timeout_s: float) -> None:
+        """Have the server complete one token, unless it is paused, sleeps or loads weights. Raise
+        ServerError if it does not.
+        """
+        if self._updating.locked():
+            return
+        with self._calls(", asked for one token", timeout_s, ServerError) as calls:
+            if not self._status(calls).paused:
+                self._top_logprobs(calls, 1.0)
+
     def check_generation(self, gconfig: GenerationHyperparameters) -> None:
         """Check that the server returns log-probabilities of the distribution that it samples from.
 
@@ -719,7 +746,7 @@ class ServerClient(ABC):
 
     async def _ask_completion(self, request: ModelRequest, path: str, body: Json) -> Json:
         try:
-            return await self._connections.ask(path, body, self.generation_timeout_s)
+            return await self.connections.ask(path, body, self.generation_timeout_s)
         except ServerError as error:
             if self._no_memory_for is None or self._no_memory_for not in str(error):
                 raise
@@ -738,7 +765,7 @@ class ServerClient(ABC):
 
     async def _ask_limits(self) -> PromptLimits:
         try:
-            models = await self._connections.ask("/v1/models", None, self.status_timeout_s)
+            models = await self.connections.ask("/v1/models", None, self.status_timeout_s)
         except (PublishError, BusyServerError):
             raise  # unreachable or too slow, so the limits are still unknown
         except ServerError as error:
@@ -749,93 +776,23 @@ class ServerClient(ABC):
         return limits
 
     def _loaded_adapters(self, calls: Calls) -> list[str]:
+        _, adapters = self._models(calls)
+        return adapters
+
+    def _require_name(self, calls: Calls) -> None:
+        if self.served_name is None:
+            return
+        names, _ = self._models(calls)
+        if self.served_name not in names:
+            raise calls.refuse(
+                f"another server answers at this URL: it serves {names}, expected the model "
+                f"{self.served_name}. It was told nothing"
+            )
+
+    def _models(self, calls: Calls) -> tuple[list[str], list[str]]:
+        """Names of the served models, and of the adapters."""
         models = calls.get("look", "/v1/models", key=self.api_key, advice=self._key_advice)
         with calls.reading("its list of models"):
-            return [card["id"] for card in models["data"] if card.get("parent") is not None]
-
-    # HTTP calls of one kind of server
-
-    @abstractmethod
-    def _load_weights(self, calls: Calls, path: str, label: str) -> None: ...
-
-    @abstractmethod
-    def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup: ...
-
-    @abstractmethod
-    def _send_weights(
-        self, group: SenderGroup, buckets: BucketReader, calls: Calls, label: str
-    ) -> None: ...
-
-    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:  # noqa: B027
-        """Raise PublishError if the server was started without room for adapters that it would not
-        refuse itself.
-        """
-
-    @abstractmethod
-    def _load_adapter(self, calls: Calls, name: str, path: str) -> None: ...
-
-    @abstractmethod
-    def _unload_adapter(self, calls: Calls, name: str) -> None: ...
-
-    @abstractmethod
-    def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]: ...
-
-    @abstractmethod
-    def _read_completion(
-        self, request: ModelRequest, answer: Json, adapter: str | None
-    ) -> ModelResponse: ...
-
-    @abstractmethod
-    def _prompt_logprobs(
-        self, calls: Calls, ids: Sequence[int], adapter: str | None = None
-    ) -> list[float]:
-        """Log-probabilities of all tokens but the first, by an adapter or by the base."""
-
-    @abstractmethod
-    def _ask_checksums(self, calls: Calls) -> Json:
-        """An answer that is the same if and only if the weights are."""
-
-    @abstractmethod
-    def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
-        """Log-probabilities of the five most likely tokens after some prompt, by token id."""
-
-    def _label(self, calls: Calls) -> str:
-        """Label that the server has now."""
-        label = self._ask_label(calls).get("weight_version")
-        if not isinstance(label, str):
-            raise calls.refuse(f"the server says that its label is {label!r}")
-        return label
-
-    @abstractmethod
-    def _ask_label(self, calls: Calls) -> Json:
-        """An answer with the label as ``weight_version``."""
-
-    @abstractmethod
-    def _set_label(self, calls: Calls, label: str) -> None: ...
-
-    @abstractmethod
-    def _is_paused(self, calls: Calls) -> bool: ...
-
-    @abstractmethod
-    def _go_on(self, calls: Calls) -> None:
-        """End a pause."""
-
-    def _read_sleep(self, calls: Calls) -> Sleep:
-        """What sleeps now. ServerError if the server's label leaves it open."""
-        return Sleep.read(self._label(calls))
-
-    @abstractmethod
-    def _keeps_weights(self, calls: Calls) -> bool:
-        """Whether level 1 keeps the weights. ServerError if the server cannot free memory."""
-
-    @abstractmethod
-    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
-        """Pause a server that may sleep already, free its memory, and set `Sleep.label`."""
-
-    @abstractmethod
-    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
-        """Take back the memory of one tag. The caller sets the label of ``asleep`` without it."""
-
-    @abstractmethod
-    def _withdraw(self, calls: Calls) -> None:
-        """Pause the server and abort its requests."""
+            adapters = [card["id"] for card in models["data"] if card.get("parent") is not None]
+            names = [card["id"] for card in models["data"] if card.get("parent") is None]
+        return names, adapters

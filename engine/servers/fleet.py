@@ -7,6 +7,9 @@ So a restarted server, or one that a killed publisher left paused, recovers by i
 
 A server that should sleep is left asleep by the prober, and put to sleep again after a restart.
 
+Servers may be added and removed at any time. With a `ServerSource`, such as servers that the job
+starts itself, the prober adds those that have started and removes those that have ended.
+
 Only one process may update a server: rank 0 of the trainers, or the driver of a Ray job. All
 threads are daemons.
 """
@@ -20,29 +23,41 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
-from typing import Generic
+from typing import Generic, cast
 
 from ...utils.config import require_choice, require_range
-from ...utils.errors import ConfigError, NoServerError, PublishError, ServerError, WorkerLost
+from ...utils.errors import (
+    ConfigError,
+    HoldfastError,
+    NoServerError,
+    PublishError,
+    ServerError,
+    SlowServerError,
+    UnreachableServerError,
+    WorkerLost,
+)
 from ...utils.logging import get_logger
-from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
-from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import (
-    AdapterServer,
-    DistributedServer,
     ObservableServer,
     ServerReport,
+    ServerSource,
     ServerState,
     ServerStatus,
-    SleepingServer,
     server_stats,
-    weights_label,
 )
-from .fleet_member import ABOUT_TO_SLEEP, FleetMember, PublishedFolder, S
+from .client import ServerClient
+from .fleet_member import (
+    ABOUT_TO_SLEEP,
+    FleetMember,
+    PublishedFolder,
+    S,
+    published_folder,
+    require_support,
+)
 from .sleep import KV_CACHE, TAGS
 from .stream import BucketReader, WeightStream
 
@@ -50,6 +65,8 @@ logger = get_logger(__name__)
 
 # A server is gone if a status request takes longer. A busy server may take some seconds.
 _SILENCE_S = 10.0
+_START_LOOK_S = 0.1
+_REMOVAL_LOOK_S = 1.0
 _LONGEST_PAUSE_S = 300.0
 """Longest pause of the prober between failed loads, and time limit of its commands to sleep."""
 
@@ -62,10 +79,13 @@ class ServerFleet(Generic[S]):
         executor = RolloutExecutor(config, loader, workflow, servers=fleet.serving)
 
     Args:
-        servers: clients. Without `ObservableServer`, the state follows from the updates alone.
-        min_servers: confirmations that a publication needs. None: from all servers.
+        servers: clients, or a `ServerSource`. Without `ObservableServer`, the state follows from
+            the updates alone.
+        min_servers: confirmations that a publication needs. None: from all servers, or from one of
+            a source.
         probe_interval_s: interval of the prober, which starts with the first `update`. None: no
             prober, so a server that missed an update waits for the next one.
+        server_wait_s: longest wait of an update for servers of a source that are starting.
 
     Raises:
         ConfigError: a value is out of range, or two servers have the same name.
@@ -73,31 +93,96 @@ class ServerFleet(Generic[S]):
 
     def __init__(
         self,
-        servers: Iterable[S],
+        servers: Iterable[S] | ServerSource[S],
         min_servers: int | None = None,
         probe_interval_s: float | None = 5.0,
+        server_wait_s: float = 1800.0,
     ) -> None:
         require_range("probe_interval_s", probe_interval_s, low=0.01)
+        require_range("server_wait_s", server_wait_s, low=0.0)
         self._changed = Condition()
-        self._members = [FleetMember(server, self._changed) for server in servers]
-        names = [member.name for member in self._members]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(
-                f"inference server {twice[0]} is named twice; name each once, or give them other "
-                "names"
-            )
-        self._min_servers = self._require_enough(min_servers)
         self._folder: PublishedFolder | None = None
         self._scratch: str | None = None
         self._updating = Lock()
-        self._asleep = False  # whether all servers were put to sleep
+        self._sleep_level: int | None = None  # if all servers were put to sleep
+
+        # The source of the servers, and its error after which the run cannot go on.
+        self._source: ServerSource[S] | None = None
+        self._following = Lock()
+        self._followed: list[S] = []  # what the source had last
+        self._lost: HoldfastError | None = None
+        self._server_wait_s = server_wait_s
+        if isinstance(servers, ServerSource):
+            self._source = servers
+            min_servers = 1 if min_servers is None else min_servers
 
         # The prober.
         self._probe_interval_s = probe_interval_s
         self._prober: Thread | None = None
         self._woken = Event()
         self._closed = Event()
+
+        # Each change replaces the members, and every loop reads them once.
+        self._members: tuple[FleetMember[S], ...] = ()
+        if self._source is None:
+            for server in cast(Iterable[S], servers):
+                self.add(server)
+        self._min_servers = min_servers
+        self._needed(None)
+
+    def add(self, server: S) -> None:
+        """Add a server. It gets no requests before the prober, or an update, has had it load the
+        newest version.
+
+        Raises:
+            ConfigError: the fleet has a server with this name, or the server does not support the
+                type of the last publication.
+        """
+        member = FleetMember(server, self._changed)
+        with self._changed:
+            if any(member.name == other.name for other in self._members):
+                raise ConfigError(
+                    f"inference server {member.name} is named twice; name each once, or give them "
+                    "other names"
+                )
+            folder = self._folder
+            if folder is not None:
+                require_support(member, folder.type)
+            if isinstance(server, ServerClient):
+                server.connections.reopen()
+
+            # From here on it takes part in whatever the others do.
+            self._members = (*self._members, member)
+            if self._sleep_level is not None:
+                member.rest(TAGS, self._sleep_level)
+            elif folder is not None:
+                member.want(folder)
+            self._changed.notify_all()
+        self._woken.set()
+
+    def remove(self, name: str, drain_s: float = 600.0) -> None:
+        """Remove a server. It gets no more requests, and is not updated any more.
+
+        Requests in flight may end. Those that have not ended after ``drain_s`` are cut off and sent
+        to other servers, with the same seeds. No ticket is lost or trained twice. The server itself
+        goes on, and may be added again.
+
+        Args:
+            name: ``name`` of its client, such as the URL.
+            drain_s: longest wait for its requests.
+
+        Raises:
+            ConfigError: the fleet has no such server.
+        """
+        with self._changed:
+            names = [member.name for member in self._members]
+            if name not in names:
+                raise ConfigError(f"there is no inference server {name}; there are {names}")
+            gone = self._members[names.index(name)]
+            self._members = tuple(member for member in self._members if member is not gone)
+            gone.leave()
+        if isinstance(gone.server, ServerClient):
+            gone.server.connections.drain(drain_s)
 
     def update(
         self,
@@ -130,19 +215,22 @@ class ServerFleet(Generic[S]):
             `states` after the update.
 
         Raises:
-            ConfigError: ``min_servers`` exceeds the number of servers, the folder has another
-                version, a server cannot receive weights, takes no adapters, or has no mirror for a
-                folder of changes, or the servers were put to sleep.
+            ConfigError: ``min_servers`` exceeds the number of servers, a server of the source does
+                not start, the folder has another version, a server cannot receive weights, takes no
+                adapters, or has no mirror for a folder of changes, or the servers were put to
+                sleep.
             CheckpointCorruptError: there is no published folder.
+            RolloutError: too few servers of the source are left.
             WorkerLost: too few servers confirmed, and one of the others lost its worker.
             PublishError: the folder cannot be read, or too few servers confirmed. The message names
                 the others and their errors.
         """
         needed = self._needed(min_servers)
-        folder = _published(path, version, stream is not None, timeout_s)
-        self.require_support(folder.type)
+        folder = published_folder(path, version, stream is not None, timeout_s)
         with self._updating:
             self.require_awake()
+            self.await_start(needed)
+            self.require_support(folder.type)
             return self._have_loaded(folder, needed, stream)
 
     def _have_loaded(
@@ -152,17 +240,19 @@ class ServerFleet(Generic[S]):
 
         # All servers are to have the version, whatever becomes of this update. Those that missed
         # an earlier one are not waited for without need.
-        self._folder = folder
-        awaited = {member for member in self._members if _missed_no_update(member)}
-        for member in self._members:
+        with self._changed:
+            self._folder = folder
+            members = self._members
+        awaited = {member for member in members if _missed_no_update(member)}
+        for member in members:
             member.want(folder)
 
         # Tell all servers at once.
-        readers: list[BucketReader] | list[None] = [None] * len(self._members)
+        readers: list[BucketReader] | list[None] = [None] * len(members)
         if stream is not None:
-            readers = stream.open(member in awaited for member in self._members)
+            readers = stream.open(member in awaited for member in members)
         told: dict[Future[None], FleetMember] = {}
-        for member, reader in zip(self._members, readers, strict=True):
+        for member, reader in zip(members, readers, strict=True):
             tell = partial(_tell, member, folder, deadline, reader)
             told[on_daemon_thread(tell, f"weight update of {member.name}")] = member
 
@@ -170,8 +260,16 @@ class ServerFleet(Generic[S]):
         try:
             confirmed, errors = _wait(told, awaited, needed, deadline)
         finally:
-            self._note_unanswered(folder, awaited, late=time.monotonic() >= deadline)
+            late = time.monotonic() >= deadline
+            _note_unanswered(members, folder, awaited, late)
             self._wake_prober()
+
+        # Servers of a source that have ended come back, and the prober has them load the folder.
+        ended = all(isinstance(error, UnreachableServerError | SlowServerError) for error in errors)
+        returns = self._source is not None and self._prober is not None
+        if confirmed < needed and ended and returns and folder.on_disk:
+            self.wait_serving(needed, self._server_wait_s)
+            confirmed = len(self.serving())
 
         # The result.
         if confirmed >= needed:
@@ -182,18 +280,6 @@ class ServerFleet(Generic[S]):
             if isinstance(error, WorkerLost):  # the caller may start the worker again
                 raise error from failure
         raise failure from next(iter(errors), None)
-
-    def _note_unanswered(
-        self, folder: PublishedFolder, awaited: set[FleetMember], late: bool
-    ) -> None:
-        """Note which servers are gone or behind at the end of the wait for them."""
-        for member in self._members:
-            if late:
-                problem = f"it did not load {folder.path} within {folder.timeout_s:g} s"
-                member.note_unanswered(folder, ServerState.GONE, problem)
-            elif member in awaited:
-                problem = f"it has not loaded {folder.path} yet"
-                member.note_unanswered(folder, ServerState.BEHIND, problem)
 
     def sleep(self, timeout_s: float = 300.0, level: int = 1) -> list[ServerReport]:
         """Have all servers free the memory of their GPUs. Returns `states` once all of them sleep.
@@ -212,9 +298,12 @@ class ServerFleet(Generic[S]):
         """
         with self._updating:
             self.require_sleep(level, None if self._folder is None else self._folder.type)
-            self._asleep = True
-            for member in self._members:
-                member.rest(TAGS, level)
+            if self._source is not None:
+                self._source.hold(True)
+            with self._changed:
+                self._sleep_level = level
+                for member in self._members:
+                    member.rest(TAGS, level)
             failed = self._command(partial(_fall_asleep, timeout_s=timeout_s), "sleep", timeout_s)
             self._wake_prober()
 
@@ -256,7 +345,9 @@ class ServerFleet(Generic[S]):
         needed = self._needed(min_servers)
         self.require_support("sleep")
         with self._updating:
-            self._asleep = False
+            self._sleep_level = None
+            if self._source is not None:
+                self._source.hold(False)
 
             # With both parts and a version on disk, a load wakes the servers and repairs the rest.
             if KV_CACHE in tags and self._folder is not None and self._folder.on_disk:
@@ -314,7 +405,7 @@ class ServerFleet(Generic[S]):
         """Raise ConfigError if the servers were put to sleep, because an update takes memory of
         their GPUs.
         """
-        if self._asleep:
+        if self._sleep_level is not None:
             raise ConfigError(
                 "the inference servers sleep, and something else may have the memory of their "
                 "GPUs; publish inside of `colocated(engine, fleet).rollout()`, or call "
@@ -336,7 +427,7 @@ class ServerFleet(Generic[S]):
         """Stop loading ``version`` or a newer one, because it is about to be replaced. Its servers
         are behind then.
         """
-        with self._updating:
+        with self._updating, self._changed:
             if self._folder is not None and self._folder.version >= version:
                 self._folder = None
                 for member in self._members:
@@ -347,22 +438,24 @@ class ServerFleet(Generic[S]):
         a ``"delta"``.
         """
         for member in self._members:
-            problem = _unsupported(member.server, update_type)
-            if problem is not None:
-                raise ConfigError(
-                    f"inference server {member.name}, a {type(member.server).__name__}, {problem}"
-                )
+            require_support(member, update_type)
 
     def may_check_content(self) -> bool:
         """Whether a client checks contents. True without servers, because the folder may be loaded
         elsewhere.
         """
-        return not self._members or any(
-            getattr(member.server, "checks_content", False) for member in self._members
+        members = self._members
+        return not members or any(
+            getattr(member.server, "checks_content", False) for member in members
         )
 
     def serving(self) -> list[S]:
-        """The servers that may generate now."""
+        """The servers that may generate now.
+
+        Raises RolloutError or ConfigError if the source of the servers cannot start enough of them.
+        """
+        if self._lost is not None:
+            raise self._lost
         return [member.server for member in self._members if member.serves]
 
     def wait_serving(self, count: int, timeout_s: float) -> bool:
@@ -371,12 +464,25 @@ class ServerFleet(Generic[S]):
             return self._changed.wait_for(lambda: len(self.serving()) >= count, timeout_s)
 
     def states(self) -> list[ServerReport]:
-        """A report on each server, in the order of the constructor's ``servers``."""
-        return [member.report for member in self._members]
+        """A report on each server, in the order in which they were added. Those of a source that do
+        not answer come last.
+        """
+        reports = [member.report for member in self._members]
+        if self._source is not None:
+            reports += self._source.absent()
+        return reports
 
     def stats(self) -> dict[str, float]:
         """Number of servers per state, and seconds of the phases of an update (`server_stats`)."""
-        return server_stats(self.states())
+        stats = server_stats(self.states())
+        if self._source is not None:
+            stats |= self._source.stats()
+        return stats
+
+    @property
+    def may_get_servers(self) -> bool:
+        """Whether there are servers, or a source may start some."""
+        return self._source is not None or bool(self._members)
 
     def folders_in_use(self) -> set[Path]:
         """Folders that a server is loading, or whose adapters a request still uses."""
@@ -399,26 +505,71 @@ class ServerFleet(Generic[S]):
             self._prober.join()
 
     def _needed(self, min_servers: int | None) -> int:
-        return self._min_servers if min_servers is None else self._require_enough(min_servers)
-
-    def _require_enough(self, min_servers: int | None) -> int:
-        require_range("min_servers", min_servers, low=1)
-        if min_servers is not None and min_servers > len(self._members):
-            raise ConfigError(
-                f"min_servers is {min_servers}, but there are {len(self._members)} inference "
-                "servers"
-            )
-        return len(self._members) if min_servers is None else min_servers
+        needed = self._min_servers if min_servers is None else min_servers
+        require_range("min_servers", needed, low=1)
+        count = len(self._members)
+        if needed is None:
+            return count
+        if needed > count and self._source is None:
+            raise ConfigError(f"min_servers is {needed}, but there are {count} inference servers")
+        return needed
 
     def _failure(self, folder: PublishedFolder, confirmed: int, needed: int) -> PublishError:
         reports = [report for report in self.states() if report.state is not ServerState.SERVING]
         others = "; ".join(f"{report.name} is {report.state}: {report.error}" for report in reports)
         return PublishError(
             f"weight version {folder.version} was confirmed by {confirmed} of "
-            f"{len(self._members)} inference servers, {needed} are needed: {others}. "
+            f"{len(self.states())} inference servers, {needed} are needed: {others}. "
             f"{folder.path} stays; see to these servers and publish again, or let fewer suffice "
             "(min_servers)"
         )
+
+    # Servers of a source
+
+    def await_start(self, min_servers: int | None = None) -> None:
+        """Wait until the source has started enough servers. Raises its errors, and PublishError
+        after ``server_wait_s``.
+        """
+        if self._source is None:
+            return
+        needed = self._needed(min_servers)
+        end = time.monotonic() + self._server_wait_s
+        while True:
+            self._follow_source(self._source)
+            if self._lost is not None:
+                raise self._lost
+            members = self._members
+            if len(members) >= needed:
+                return
+            if time.monotonic() > end:
+                absent = "; ".join(str(report) for report in self._source.absent())
+                raise PublishError(
+                    f"{len(members)} inference servers answer after {self._server_wait_s:g} s, "
+                    f"{needed} are needed: {absent}. See to these servers, or wait longer "
+                    "(server_wait_s)"
+                )
+            time.sleep(_START_LOOK_S)
+
+    def _follow_source(self, source: ServerSource[S]) -> None:
+        """Remove the servers that have ended, and add the new ones."""
+        with self._following:
+            try:
+                servers = source.servers()
+                for member in self._members:
+                    if _has(self._followed, member.server) and not _has(servers, member.server):
+                        self.remove(member.name, drain_s=0.0)
+
+                # A server that the user has removed is not added again before it was restarted.
+                self._followed = [server for server in self._followed if _has(servers, server)]
+                for server in servers:
+                    if not _has(self._followed, server):
+                        self.add(server)
+                        self._followed.append(server)
+                self._lost = None
+            except HoldfastError as error:
+                self._lost = error
+                with self._changed:
+                    self._changed.notify_all()
 
     # The prober
 
@@ -431,7 +582,7 @@ class ServerFleet(Generic[S]):
                 target=self._look_after_all, name="inference server prober", daemon=True
             )
             self._prober.start()
-        if len(self.serving()) < len(self._members):
+        if not all(member.serves for member in self._members):
             self._woken.set()
 
     def _look_after_all(self) -> None:
@@ -440,14 +591,34 @@ class ServerFleet(Generic[S]):
             self._woken.clear()
             if self._closed.is_set():
                 return
-            for member in self._members:
+            if self._source is not None:
+                self._follow_source(self._source)
+            members = self._members
+            for member in members:
                 _note_silence(member)
-            for member in self._members:  # on threads, because a server may not answer
+            for member in members:  # on threads, because a server may not answer
                 look = partial(_look_after, member, self._probe_interval_s or 0.0)
                 on_daemon_thread(look, f"prober of {member.name}")
 
 
+def _has(servers: Iterable[object], server: object) -> bool:
+    return any(one is server for one in servers)
+
+
 # Commands to one server
+
+
+def _note_unanswered(
+    members: Iterable[FleetMember], folder: PublishedFolder, awaited: set[FleetMember], late: bool
+) -> None:
+    """Note which servers are gone or behind at the end of the wait for them."""
+    for member in members:
+        if late:
+            problem = f"it did not load {folder.path} within {folder.timeout_s:g} s"
+            member.note_unanswered(folder, ServerState.GONE, problem)
+        elif member in awaited:
+            problem = f"it has not loaded {folder.path} yet"
+            member.note_unanswered(folder, ServerState.BEHIND, problem)
 
 
 def _missed_no_update(member: FleetMember) -> bool:
@@ -466,6 +637,8 @@ def _tell(
     """
     try:
         with member.alone(deadline):
+            if member.removed:
+                raise NoServerError("it was removed")
             if member.wanted is not folder or member.resting:
                 raise PublishError(f"it is not to load {folder.path} any more")
             if member.confirmed is not folder:  # else the prober was faster
@@ -594,52 +767,6 @@ def _seen_problem(member: FleetMember, folder: PublishedFolder, status: ServerSt
     return seen
 
 
-def _unsupported(server: object, update_type: str) -> str | None:
-    """Describe the problem if a server does not support a type of update, or ``sleep``."""
-    if update_type == "xccl" and not isinstance(server, DistributedServer):
-        return "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"
-    if update_type == "adapter" and not isinstance(server, AdapterServer):
-        return (
-            "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta "
-            "type 'disk'"
-        )
-    if update_type == "delta" and getattr(server, "mirror", None) is None:
-        return (
-            "has no mirror, which makes weights from changes; give the client its URL "
-            "(mirror='http://host:9000'), or publish without delta"
-        )
-    if update_type == "sleep" and not isinstance(server, SleepingServer):
-        return "cannot sleep; give it GPUs of its own"
-    return None
-
-
-def _published(
-    path: str | PathLike[str], version: int, sent: bool, timeout_s: float
-) -> PublishedFolder:
-    try:
-        manifest = read_manifest(path)
-        label = weights_label(path, version)
-        update_type = "delta" if holds_delta_alone(path) else "disk"
-    except OSError as error:
-        raise PublishError(
-            f"{path} cannot be read: {error}; no server was told. Publish again"
-        ) from error
-    found = manifest.get("weight_version")
-    if found != version:
-        raise ConfigError(
-            f"{path} holds weight version {found}; it was to be published as version {version}"
-        )
-
-    # Weights that are sent may be on disk as well, for servers that restart.
-    on_disk = True
-    if sent:
-        update_type = "xccl"
-        on_disk = any(Path(path).glob("*.safetensors"))
-    elif holds_adapters(manifest):
-        update_type = "adapter"
-    return PublishedFolder(fspath(path), version, label, update_type, timeout_s, on_disk)
-
-
 def _reasons(failed: dict[FleetMember, BaseException]) -> str:
     return "; ".join(
         f"{member.name} is {member.report.state}: {error}" for member, error in failed.items()
@@ -659,12 +786,14 @@ def _wait(
     errors: list[BaseException] = []
     pending = set(told)
     while needed <= confirmed + len(pending):
+        # A server that was removed meanwhile may never answer.
+        pending = {call for call in pending if call.done() or not told[call].removed}
         waits_for_awaited = any(told[call] in awaited for call in pending)
         if confirmed >= needed and not waits_for_awaited:
             break
         left_s = max(0.0, deadline - time.monotonic())
-        done, pending = wait(pending, left_s, FIRST_COMPLETED)
-        if not done:
+        done, pending = wait(pending, min(left_s, _REMOVAL_LOOK_S), FIRST_COMPLETED)
+        if not done and left_s <= _REMOVAL_LOOK_S:
             break
         for call in done:
             error = call.exception()

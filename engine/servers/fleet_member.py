@@ -13,13 +13,17 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from pathlib import Path
 from threading import Condition, Lock
 from typing import Generic, TypeVar, cast
 
-from ...utils.errors import PublishError, ServerError, WorkerLost
+from ...utils.errors import ConfigError, PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
+from ...utils.manifest import read_manifest
 from ...utils.remote import without_secrets
 from ...utils.timing import timed
+from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import (
     AdapterServer,
     DistributedServer,
@@ -74,6 +78,37 @@ class PublishedFolder:
         return server.update_weights_from_disk(self.path, self.version)
 
 
+def published_folder(
+    path: str | PathLike[str], version: int, sent: bool, timeout_s: float
+) -> PublishedFolder:
+    """Read which version a folder holds. ``sent``: its weights are sent to the servers.
+
+    Raises PublishError if it cannot be read, and ConfigError if it holds another version.
+    """
+    try:
+        manifest = read_manifest(path)
+        label = weights_label(path, version)
+        update_type = "delta" if holds_delta_alone(path) else "disk"
+    except OSError as error:
+        raise PublishError(
+            f"{path} cannot be read: {error}; no server was told. Publish again"
+        ) from error
+    found = manifest.get("weight_version")
+    if found != version:
+        raise ConfigError(
+            f"{path} holds weight version {found}; it was to be published as version {version}"
+        )
+
+    # Weights that are sent may be on disk as well, for servers that restart.
+    on_disk = True
+    if sent:
+        update_type = "xccl"
+        on_disk = any(Path(path).glob("*.safetensors"))
+    elif holds_adapters(manifest):
+        update_type = "adapter"
+    return PublishedFolder(fspath(path), version, label, update_type, timeout_s, on_disk)
+
+
 class FleetMember(Generic[S]):
     """A server of a fleet, and the latest ``report`` on it.
 
@@ -93,6 +128,7 @@ class FleetMember(Generic[S]):
         self._answered: PublishedFolder | None = None
         self.confirmed: PublishedFolder | None = None
         self._loading: str | None = None  # folder of the load that runs
+        self.removed = False
 
         # Sleep.
         self.resting: tuple[str, ...] = ()  # parts that should sleep
@@ -147,6 +183,14 @@ class FleetMember(Generic[S]):
             elif self.serves:
                 problem = "its weights are about to be replaced"
                 self.note(ServerState.BEHIND, problem, self.report.label)
+
+    def leave(self) -> None:
+        """Note that the server belongs to the fleet no more."""
+        with self.changed:
+            self.removed = True
+            self.wanted = None
+            self.resting = ()
+            self.changed.notify_all()
 
     def rest(self, tags: Collection[str], level: int = 1) -> None:
         """Set the parts that should sleep. The server gets no requests from now on."""
@@ -320,6 +364,33 @@ class FleetMember(Generic[S]):
         if report.error in self._logged:
             shown = f"{self.name} is {report.state} as before"
         logger.log(level, "inference server %s (it was %s)", shown, before)
+
+
+def require_support(member: FleetMember, update_type: str) -> None:
+    """Raise ConfigError if a server does not support a type of update, or ``sleep``."""
+    problem = _unsupported(member.server, update_type)
+    if problem is not None:
+        raise ConfigError(
+            f"inference server {member.name}, a {type(member.server).__name__}, {problem}"
+        )
+
+
+def _unsupported(server: object, update_type: str) -> str | None:
+    if update_type == "xccl" and not isinstance(server, DistributedServer):
+        return "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"
+    if update_type == "adapter" and not isinstance(server, AdapterServer):
+        return (
+            "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta "
+            "type 'disk'"
+        )
+    if update_type == "delta" and getattr(server, "mirror", None) is None:
+        return (
+            "has no mirror, which makes weights from changes; give the client its URL "
+            "(mirror='http://host:9000'), or publish without delta"
+        )
+    if update_type == "sleep" and not isinstance(server, SleepingServer):
+        return "cannot sleep; give it GPUs of its own"
+    return None
 
 
 def _describe(error: BaseException) -> str:

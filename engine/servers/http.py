@@ -13,7 +13,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -50,6 +50,7 @@ is lost.
 _MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _NO_SERVER = "is an inference server at this URL, or a proxy or another web server?"
 _BODY_CHARS = 300  # longest excerpt of a refusal's body in an error
+_LOOK_EVERY_S = 0.05
 _BUSY_S = 1.0  # pause before a busy server is asked again, if the server states none
 
 
@@ -167,18 +168,24 @@ class Calls:
 
 
 class Connections:
-    """Connections for completions, with the bearer token ``key`` and one pool per event loop."""
+    """Connections for completions, with the bearer token ``key`` and one pool per event loop.
+
+    ``unanswered`` counts the requests since the last answer that took too long.
+    """
 
     def __init__(self, url: str, key: str | None) -> None:
+        self.unanswered = 0
         self._url = url
         self._key = key
+        self._in_flight: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}
+        self._given_up = False
         self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
 
     async def ask(self, path: str, body: Json | None, limit_s: float) -> Json:
         """POST ``body``, or GET if it is None, and return the JSON object of the answer.
 
         Raises:
-            NoServerError: no connection.
+            NoServerError: no connection, or `give_up` was called.
             UnreachableServerError: the connection broke, and the retries failed too.
             SlowServerError: no answer within ``limit_s``.
             BusyServerError: the server takes no request now.
@@ -198,16 +205,26 @@ class Connections:
 
         # A retry may find no server any more. Then the error says how the connection broke.
         trying = AsyncRetrying(**_trying(limit_s, *_NOT_CONNECTED, *_BROKE_OFF))
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s):
+            async with limit:
+                self._in_flight[limit] = asyncio.get_running_loop()
+                if self._given_up:
+                    raise TimeoutError
                 answer = await trying(send)
         except TimeoutError as failure:
+            if self._given_up:
+                raise NoServerError(f"{what} was cut off: the server was removed") from failure
+            self.unanswered += 1
             raise SlowServerError(
                 f"{what} was not answered, all together within {limit_s:g} s"
             ) from failure
         except httpx2.RequestError as failure:
             reason = broke_off[-1] if broke_off else failure
             raise _broken(reason, what, limit_s) from failure
+        finally:
+            self._in_flight.pop(limit, None)
+        self.unanswered = 0
 
         # A busy server or gateway may say when to ask again, as a number or as a date.
         told = answer.headers.get("Retry-After")
@@ -219,6 +236,28 @@ class Connections:
                 f"{what} was answered with {answer.status_code}: it is busy", again_s
             )
         return _parsed(answer, what, ServerError, "")
+
+    def drain(self, drain_s: float) -> None:
+        """Wait until no request is in flight. After ``drain_s``, cut off those that are. Later
+        requests are refused until `reopen`.
+        """
+        end = time.monotonic() + drain_s
+        while self._in_flight and time.monotonic() < end:
+            time.sleep(_LOOK_EVERY_S)
+
+        # A request notes itself before it looks at the flag, so none is missed.
+        self._given_up = True
+        for limit, loop in list(self._in_flight.items()):
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(self._cut_off, limit, loop)
+
+    def reopen(self) -> None:
+        """Send requests again after `drain`."""
+        self._given_up = False
+
+    def _cut_off(self, limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
+        if limit in self._in_flight and not limit.expired():
+            limit.reschedule(loop.time())
 
     def _pool(self) -> httpx2.AsyncClient:
         loop = asyncio.get_running_loop()

@@ -120,11 +120,15 @@ def publish_weights(
                 require_adapters(model)
             fleet.require_support("delta" if meta.delta else meta.type)
             fleet.require_awake()
-            if meta.type == "xccl" and get_rank(group) == 0 and not fleet.states():
+            if meta.type == "xccl" and get_rank(group) == 0 and not fleet.may_get_servers:
                 raise ConfigError(
                     "WeightUpdateMeta type 'xccl' sends the weights to the servers of rank 0, "
                     "which has none; give it their clients, or publish with type 'disk'"
                 )
+
+        # Weights are sent to the servers there are, so some must have started.
+        if meta.type == "xccl":
+            rank_zero_decides_slowly(lambda: fleet.await_start(meta.min_servers), group)
 
         # Write the version. Its folder may replace one that the prober would load.
         fleet.withdraw(version)

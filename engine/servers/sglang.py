@@ -58,7 +58,8 @@ class SGLangServer(ServerClient):
         server = SGLangServer("http://10.0.0.5:30000", api_key=key, admin_key=admin_key)
 
     Attributes:
-        url, timeout_s, status_timeout_s, generation_timeout_s, dtype, mirror: as for `VLLMServer`.
+        url, timeout_s, status_timeout_s, generation_timeout_s, dtype, mirror, served_name: as for
+            `VLLMServer`.
         api_key: the server's ``--api-key``.
         admin_key: the server's ``--admin-api-key``. A server with this key accepts no other key for
             updates.

@@ -99,6 +99,8 @@ class VLLMServer(ServerClient):
             that the server loads (docs/servers.md). The environment variable
             ``HOLDFAST_WEIGHTS_TOKEN`` has its token, if it needs one. None: the server reads the
             published folders.
+        served_name: the server's ``--served-model-name``, by which the client tells its server from
+            another one at the same URL. That one gets no update. None: any name.
         transfer: the backend in the server's ``--weight-transfer-config``. ``"holdfast_disk"`` of
             ``plugins/vllm`` compares a folder with its manifest before it loads it. ``"nccl"`` of
             vLLM and ``"holdfast_gloo"`` of ``plugins/vllm`` receive weights of type ``"xccl"``.
@@ -349,9 +351,12 @@ class VLLMServer(ServerClient):
             body["sampling_params"]["logit_bias"] = images.logit_bias
         if request.rid:
             body["request_id"] = request.rid
-        if adapter is not None:  # cached blocks are found under its name and folder only
-            body["model"] = adapter
-        elif self._salt is not None:  # hides cached blocks that other weights computed
+        # Another server at this URL refuses the name. Cached blocks of adapters are found under
+        # their name and folder only. The salt hides cached blocks that other weights computed.
+        model = adapter or self.served_name
+        if model is not None:
+            body["model"] = model
+        if adapter is None and self._salt is not None:
             body["cache_salt"] = self._salt
         return "/inference/v1/generate", body
 
@@ -376,8 +381,9 @@ class VLLMServer(ServerClient):
     ) -> Json:
         params = {"max_tokens": 1, "detokenize": False, **sampling}
         body: Json = {"token_ids": list(ids), "sampling_params": params}
-        if adapter is not None:
-            body["model"] = adapter
+        model = adapter or self.served_name
+        if model is not None:
+            body["model"] = model
         path = "/inference/v1/generate"
         return calls.post("check", path, body, key=self.api_key, advice=_SCALE_OUT)
 

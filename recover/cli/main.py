@@ -28,6 +28,7 @@ _COMMANDS = {
     "plan": "plan",
     "resume-from": "manage",
     "rm": "manage",
+    "serve": "serve",
     "show": "show",
     "status": "status",
     "top": "top",

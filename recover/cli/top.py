@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ...engine.launch.records import SERVERS, read_records
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
 from ..storage.generations import GenerationStore
@@ -32,6 +33,9 @@ Facts = dict[str, Any]
 _TAIL_BYTES = 256 << 10
 _LAST_STEPS = 20
 _SERVERS = "servers_"
+_SILENCE_S = 60.0
+FAILED = "failed"
+"""State of a server that has used up its restarts."""
 
 
 @click.command("top", short_help="Watch a run.")
@@ -122,12 +126,38 @@ def look(place: Run, stats: Path | None) -> Facts:
         "step_age_s": None,
         **_pace(steps, saves),
         "generation": _newest(store),
+        "servers": server_facts(root),
         **_stats_of(root, stats),
     }
     if steps:
         last = steps[-1]
         found["step"] = last["step"]
         found["step_age_s"] = round(time.time() - last["time"], 1)
+    return found
+
+
+def server_facts(root: Path) -> list[Facts]:
+    """The servers of a run that `ServerProcesses` or `holdfast serve` keeps, without their keys."""
+    found: list[Facts] = []
+    for host, record in read_records(root / SERVERS).items():
+        for server in record["servers"]:
+            # The keeper of a host writes its record every few seconds.
+            state = server["state"]
+            silent = time.time() - record["beat"] > _SILENCE_S
+            if state != FAILED and (record["closed"] or silent):
+                state = "ended with its keeper"
+            found.append(
+                {
+                    "name": server["name"],
+                    "host": host,
+                    "state": state,
+                    "version": server["version"],
+                    "restarts": server["restarts"],
+                    "since_s": round(time.time() - server["since"], 1),
+                    "error": server["error"],
+                    "log": server["log"],
+                }
+            )
     return found
 
 
@@ -221,6 +251,9 @@ def _screen(found: Facts) -> Any:
     servers = _servers_text(stats)
     if servers:
         rows.append(("servers", servers))
+    for server in found["servers"]:
+        name = f"  {server['name']} on {server['host']}"
+        rows.append((name, _server_text(server)))
 
     # Shares of the time.
     if found["seconds_a_step"] is not None:
@@ -252,6 +285,17 @@ def _state_text(found: Facts) -> str:
         return "running"
     ending = found["ended"] or "killed, or its machine was lost"
     return f"not running ({ending})"
+
+
+def _server_text(server: Facts) -> str:
+    parts = [f"{server['state']} for {seconds_text(server['since_s'])}"]
+    if server["version"] is not None:
+        parts.append(f"version {server['version']}")
+    if server["restarts"]:
+        parts.append(f"restarted {server['restarts']} times")
+    if server["error"]:
+        parts.append(server["error"])
+    return ", ".join(parts)
 
 
 def _servers_text(stats: Facts) -> str:

@@ -1,10 +1,12 @@
 """``holdfast why``: show how each attempt of a run ended, and how much time that cost."""
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from ...engine.launch.records import log_tail
 from .attempts import AttemptRecord, read_attempts
 from .in_use import use_of
 from .output import (
@@ -16,6 +18,7 @@ from .output import (
     time_text,
 )
 from .runs import Run, run_argument
+from .top import FAILED, server_facts
 
 _WIDTH = 64
 """Characters of a picture for all steps."""
@@ -44,13 +47,16 @@ def why_command(run: str, as_json: bool) -> None:
     "back after" is the time from the last step of the previous attempt to the first step of this
     one. The column "load" is the part that the restore took. "recorded" is the number of records of
     unfinished episodes that it has read. The command reads journal.jsonl in the
-    folder of the run.
+    folder of the run. Of an inference server that was given up, it prints the end of the log.
     """
     place = Run(run)
     attempts = read_attempts(place.trial_root)
     last = attempts[-1] if attempts else None
     in_use = use_of(place.trial_root, last).known
     verdicts = [one.verdict(one is last, in_use) for one in attempts]
+
+    # Servers that were given up.
+    failed = [one for one in server_facts(place.trial_root) if one["state"] == FAILED]
 
     # Sums over all attempts.
     redone = sum(one.redone for one in attempts)
@@ -63,6 +69,7 @@ def why_command(run: str, as_json: bool) -> None:
                 "attempts": [{**vars(one), "verdict": verdict} for one, verdict in judged],
                 "redone": redone,
                 "gone_s": round(gone_s, 3),
+                "failed_servers": failed,
             }
         )
         return
@@ -77,6 +84,10 @@ def why_command(run: str, as_json: bool) -> None:
         f"\n{len(attempts)} attempt{plural}, {max(ends, default=0)} steps; {redone} were "
         f"trained again, and {seconds_text(gone_s)} went by between attempts"
     )
+    for server in failed:
+        click.echo(f"\n{server['name']} on {server['host']} has failed: {server['error']}")
+        if server["log"] is not None:
+            click.echo(f"{server['log']} ends with\n{log_tail(Path(server['log']))}")
 
 
 def _row(one: AttemptRecord, verdict: str) -> list[str]:

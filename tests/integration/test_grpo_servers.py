@@ -6,6 +6,7 @@ with real ones.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from holdfast.utils.errors import ConfigError
 from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import file_entries, write_manifest
 from holdfast.utils.metrics import read_stats
+from tests.engine.launch.stand_in import stand_in_environment
 from tests.engine.servers.fakes import FakeServer
 from tests.limits import stretched
 from tests.recover.cli.commands import answer
@@ -86,6 +88,34 @@ def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(
     spent = answer("top", run.trial_root)["spent_s"]
     assert all(spent[phase] > 0 for phase in ("publishing", "sampling", "training"))
     assert not any(token["mixed"] for server in servers for token in server.tokens())
+
+
+def test_servers_that_the_job_starts_die_and_no_ticket_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in stand_in_environment().items():
+        monkeypatch.setenv(name, value)
+    settings = (*SETTINGS, f"python={sys.executable}", "recover.freq_steps=3")
+    script = GRPO.with_name("grpo_servers.py")
+    run = GrpoRun(tmp_path / "run", *settings, script=script, experiment="grpo_servers")
+    try:
+        run.start()
+        train_until(run, 2)
+        assert run.kill("server", 0)
+        run.wait_until(
+            lambda: stats(run)[-1]["servers_restarted"] == 1,
+            PATIENCE_S,
+        )
+        train_until(run, run.last_step() + 2)
+        run.kill("driver")
+        run.start()
+        assert run.wait(PATIENCE_S) == 0, run.log_tail()
+        run.wait_until(lambda: run.leftovers() == [], PATIENCE_S)
+    finally:
+        run.stop()
+    assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
+    assert [entry["step"] for entry in stats(run)] == list(range(STEPS))
+    assert len(answer("top", run.trial_root)["servers"]) == 2
 
 
 def test_trainers_and_servers_take_turns(run: GrpoRun, servers: list[FakeServer]) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.server_processes import ServerProcesses
 from holdfast.utils.guard import end_guarded, guarded_pid, start_guarded
 from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer
@@ -128,12 +127,6 @@ def test_a_program_that_does_not_exist_is_refused() -> None:
         start_guarded(["/nowhere/python"])
 
 
-def run_server_processes(pipe: Connection, server: list[str], folder: Path) -> None:
-    command = " ".join([*server, "{port}", "stays", "{model}"])
-    with ServerProcesses(command, sys.executable, folder, 1, folder / "logs"):
-        pipe.poll(60)
-
-
 def run_live_server(pipe: Connection, server: list[str], folder: Path) -> None:
     live = LiveServer(folder, folder)
     live._command = [*server, "0", "stays"]
@@ -141,11 +134,10 @@ def run_live_server(pipe: Connection, server: list[str], folder: Path) -> None:
     pipe.poll(60)
 
 
-@pytest.mark.parametrize("run", [run_server_processes, run_live_server])
-def test_inference_servers_of_a_killed_driver_end_with_their_processes(
-    tmp_path: Path, server: list[str], processes: Callable, run: Callable
+def test_a_server_of_the_live_tests_ends_with_its_processes_if_they_are_killed(
+    tmp_path: Path, server: list[str], processes: Callable
 ) -> None:
-    with job(partial(run, server=server, folder=tmp_path), tmp_path) as driver:
+    with job(partial(run_live_server, server=server, folder=tmp_path), tmp_path) as driver:
         started = processes(3)
         driver.process.kill()
         driver.process.join()

@@ -176,13 +176,35 @@ def test_a_request_that_fails_everywhere_ends_in_one_error_with_the_ticket() -> 
 
 def test_a_server_that_hangs_is_given_up_for_another() -> None:
     class Hanging(Server):
+        timeouts = 0
+
         async def agenerate(self, request: ModelRequest) -> ModelResponse:
             self.delay = lambda: 3600.0
             return await super().agenerate(request)
 
-    with make_executor([Hanging(), Server()], request_timeout_s=0.2) as executor:
+        def note_timeout(self) -> None:
+            self.timeouts += 1
+
+    hanging = Hanging()
+    with make_executor([hanging, Server()], request_timeout_s=0.2) as executor:
         executor.set_version(0)
         executor.next_batch(0)
+    assert hanging.timeouts == len(hanging.seen) > 0, "whoever started it can look after it"
+
+
+def test_a_run_whose_servers_cannot_be_started_again_ends_with_the_reason() -> None:
+    lost = threading.Event()
+
+    def serving() -> list[Server]:
+        if lost.is_set():
+            raise RolloutError("0 inference servers are left")
+        return []
+
+    with make_executor(serving) as executor:
+        executor.set_version(0)
+        lost.set()
+        with pytest.raises(RolloutError, match=r"ticket \d .*0 inference servers are left"):
+            executor.next_batch(0)
 
 
 def test_servers_that_come_back_are_waited_for() -> None:

@@ -34,6 +34,7 @@ def application(
     max_lora_rank: int = 8,
     max_loras: int = 2,
     lora_modules: list[str] | None = MODULES,
+    served_name: str = "/model",
     eyes: Eyes = Eyes(),  # noqa: B008 - frozen
 ) -> web.Application:
     """The HTTP application of a fake vLLM.
@@ -55,6 +56,7 @@ def application(
         lora_updating: ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
         max_lora_rank, max_loras: flags with these names.
         lora_modules: ``--lora-target-modules``. None: all, including the head.
+        served_name: ``--served-model-name``.
         eyes: what it does with images.
     """
     limits = {"max_lora_rank": max_lora_rank, "max_loras": max_loras, "max_cpu_loras": max_loras}
@@ -120,7 +122,8 @@ def application(
         return web.json_response({"checksums": engine.checksums()})
 
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": engine.adapters.cards(max_model_len)})
+        cards = engine.adapters.cards(max_model_len, served_name)
+        return web.json_response({"object": "list", "data": cards})
 
     async def generate(request: web.Request) -> web.Response:
         if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
@@ -133,10 +136,10 @@ def application(
         if salt is not None and (not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0")):
             return _error(400, "cache_salt")
         model, adapter = (
-            body.get("model") or "/model",
+            body.get("model") or served_name,
             engine.adapters.loaded.get(body.get("model")),
         )
-        if adapter is None and model != "/model":
+        if adapter is None and model != served_name:
             return _error(404, f"The model `{model}` does not exist. Valid aliases: <path>")
         ids, parts = body["token_ids"], body.get("content_parts") or []
         if parts and body.get("features"):

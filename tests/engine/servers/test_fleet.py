@@ -438,7 +438,7 @@ def test_statistics_count_states_and_time_the_slowest(
     wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE, SERVING])
     stats = fleet.stats()
     total_s = stats.pop("update_total_s")
-    numbers = {"serving": 2, "behind": 0, "paused": 1, "asleep": 0, "gone": 1}
+    numbers = {"serving": 2, "behind": 0, "paused": 1, "asleep": 0, "gone": 1, "starting": 0}
     assert stats == {"update_load_s": 0.25} | {
         f"servers_{state}": number for state, number in numbers.items()
     }

@@ -616,13 +616,13 @@ def test_an_update_that_was_told_before_does_not_wake_a_server(
 ) -> None:
     folder, server = write_published(tmp_path / "w", 1), Sleeper()
     with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
-        published = fleet_module._published
+        published = fleet_module.published_folder
 
         def sleeps_meanwhile(*args: Any) -> Any:
             fleet.sleep(LIMIT_S)
             return published(*args)
 
-        monkeypatch.setattr(fleet_module, "_published", sleeps_meanwhile)
+        monkeypatch.setattr(fleet_module, "published_folder", sleeps_meanwhile)
         with pytest.raises(ConfigError, match="the inference servers sleep"):
             fleet.update(folder, 1, LIMIT_S)
         assert server.asleep == TAGS and server.told == []

@@ -1,0 +1,110 @@
+"""`ServerCalls`: the HTTP calls of one kind of server. `ServerClient` makes operations of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from .adapters import AdapterFacts
+from .api import ModelRequest, ModelResponse
+from .groups import SenderGroup
+from .http import Calls, Json
+from .sleep import Sleep
+from .stream import BucketReader
+
+
+class ServerCalls(ABC):
+    """Calls that `VLLMServer` and `SGLangServer` make in their own ways."""
+
+    @abstractmethod
+    def _load_weights(self, calls: Calls, path: str, label: str) -> None: ...
+
+    @abstractmethod
+    def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup: ...
+
+    @abstractmethod
+    def _send_weights(
+        self,
+        group: SenderGroup,
+        buckets: BucketReader,
+        calls: Calls,
+        label: str,
+    ) -> None: ...
+
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:  # noqa: B027
+        """Raise PublishError if the server was started without room for adapters that it would not
+        refuse itself.
+        """
+
+    @abstractmethod
+    def _load_adapter(self, calls: Calls, name: str, path: str) -> None: ...
+
+    @abstractmethod
+    def _unload_adapter(self, calls: Calls, name: str) -> None: ...
+
+    @abstractmethod
+    def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]: ...
+
+    @abstractmethod
+    def _read_completion(
+        self,
+        request: ModelRequest,
+        answer: Json,
+        adapter: str | None,
+    ) -> ModelResponse: ...
+
+    @abstractmethod
+    def _prompt_logprobs(
+        self,
+        calls: Calls,
+        ids: Sequence[int],
+        adapter: str | None = None,
+    ) -> list[float]:
+        """Log-probabilities of all tokens but the first, by an adapter or by the base."""
+
+    @abstractmethod
+    def _ask_checksums(self, calls: Calls) -> Json:
+        """An answer that is the same if and only if the weights are."""
+
+    @abstractmethod
+    def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
+        """Log-probabilities of the five most likely tokens after some prompt, by token id."""
+
+    def _label(self, calls: Calls) -> str:
+        """Label that the server has now."""
+        label = self._ask_label(calls).get("weight_version")
+        if not isinstance(label, str):
+            raise calls.refuse(f"the server says that its label is {label!r}")
+        return label
+
+    @abstractmethod
+    def _ask_label(self, calls: Calls) -> Json:
+        """An answer with the label as ``weight_version``."""
+
+    @abstractmethod
+    def _set_label(self, calls: Calls, label: str) -> None: ...
+
+    @abstractmethod
+    def _is_paused(self, calls: Calls) -> bool: ...
+
+    @abstractmethod
+    def _go_on(self, calls: Calls) -> None:
+        """End a pause."""
+
+    def _read_sleep(self, calls: Calls) -> Sleep:
+        """What sleeps now. ServerError if the server's label leaves it open."""
+        return Sleep.read(self._label(calls))
+
+    @abstractmethod
+    def _keeps_weights(self, calls: Calls) -> bool:
+        """Whether level 1 keeps the weights. ServerError if the server cannot free memory."""
+
+    @abstractmethod
+    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        """Pause a server that may sleep already, free its memory, and set `Sleep.label`."""
+
+    @abstractmethod
+    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
+        """Take back the memory of one tag. The caller sets the label of ``asleep`` without it."""
+
+    @abstractmethod
+    def _withdraw(self, calls: Calls) -> None:
+        """Pause the server and abort its requests."""

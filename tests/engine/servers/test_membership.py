@@ -1,0 +1,286 @@
+"""Servers are added to a fleet and removed from it in a run, which loses no ticket by it."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine.servers.api import (
+    GenerationHyperparameters,
+    ModelRequest,
+    ModelResponse,
+    ServerReport,
+    ServerState,
+)
+from holdfast.utils.errors import ConfigError, PublishError, RolloutError, ServerError
+from tests.engine.rollouts.servers import make_executor
+from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.scripted import PlainServer, ScriptedServer, write_published
+from tests.limits import stretched, wait_until
+
+pytestmark = pytest.mark.timeout(90)
+
+LIMIT_S = stretched(20)
+STEPS = 6
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Callable[[int], Path]:
+    """A function that writes the folder of a version."""
+    return lambda version: write_published(tmp_path / "weights", version)
+
+
+def names(fleet: ServerFleet) -> list[str]:
+    return [server.name for server in fleet.serving()]
+
+
+def test_an_added_server_gets_requests_once_it_has_the_newest_weights(
+    published: Callable[[int], Path],
+) -> None:
+    old, new = ScriptedServer("old"), ScriptedServer("new")
+    with closing(ServerFleet([old], probe_interval_s=0.05)) as fleet:
+        fleet.update(published(1), 1, LIMIT_S)
+        new.go.clear()
+        fleet.add(new)
+        assert new.began.wait(LIMIT_S)
+        assert names(fleet) == ["old"], "it still has its first weights"
+        new.go.set()
+        wait_until(lambda: names(fleet) == ["old", "new"])
+        fleet.update(published(2), 2, LIMIT_S)
+        assert new.told == [1, 2]
+
+
+def test_a_server_that_is_added_during_an_update_gets_its_version(
+    published: Callable[[int], Path],
+) -> None:
+    old, new = ScriptedServer("old"), ScriptedServer("new")
+    with closing(ServerFleet([old], probe_interval_s=0.05)) as fleet:
+        old.go.clear()
+        update = Thread(target=fleet.update, args=(published(1), 1, LIMIT_S))
+        update.start()
+        assert old.began.wait(LIMIT_S)
+        fleet.add(new)
+        old.go.set()
+        update.join()
+        wait_until(lambda: names(fleet) == ["old", "new"])
+        assert new.told == [1]
+
+
+def test_a_removed_server_gets_neither_requests_nor_updates(
+    published: Callable[[int], Path],
+) -> None:
+    one, other = ScriptedServer("one"), ScriptedServer("other")
+    with closing(ServerFleet([one, other], probe_interval_s=0.05)) as fleet:
+        fleet.update(published(1), 1, LIMIT_S)
+        fleet.remove("one")
+        assert names(fleet) == ["other"]
+        assert [report.name for report in fleet.states()] == ["other"]
+        fleet.update(published(2), 2, LIMIT_S)
+        assert one.told == [1]
+        with pytest.raises(ConfigError, match=r"there is no inference server one; .*other"):
+            fleet.remove("one")
+
+        # It may come back, and then has to load.
+        fleet.add(one)
+        wait_until(lambda: names(fleet) == ["other", "one"])
+        assert one.told == [1, 2]
+        with pytest.raises(ConfigError, match="one is named twice"):
+            fleet.add(ScriptedServer("one"))
+
+
+def test_an_update_does_not_wait_for_a_server_that_was_removed(
+    published: Callable[[int], Path],
+) -> None:
+    stuck, other = ScriptedServer("stuck"), ScriptedServer("other")
+    with closing(ServerFleet([stuck, other], min_servers=1, probe_interval_s=None)) as fleet:
+        stuck.go.clear()
+        update = Thread(target=fleet.update, args=(published(1), 1, 600.0))
+        update.start()
+        assert stuck.began.wait(LIMIT_S)
+        fleet.remove("stuck")
+        update.join(LIMIT_S)
+        assert not update.is_alive() and names(fleet) == ["other"]
+        stuck.go.set()
+
+
+def test_more_confirmations_than_servers_are_refused_after_a_removal(
+    published: Callable[[int], Path],
+) -> None:
+    servers = [ScriptedServer("one"), ScriptedServer("other")]
+    with closing(ServerFleet(servers, min_servers=2, probe_interval_s=None)) as fleet:
+        fleet.remove("one")
+        with pytest.raises(ConfigError, match="min_servers is 2, but there are 1"):
+            fleet.update(published(1), 1, LIMIT_S)
+
+
+def test_a_server_that_cannot_take_the_published_type_is_not_added(tmp_path: Path) -> None:
+    with closing(ServerFleet([PlainServer("one")], probe_interval_s=None)) as fleet:
+        fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
+        assert fleet._folder is not None
+        fleet._folder = replace(fleet._folder, type="adapter")
+        with pytest.raises(ConfigError, match="has no endpoint that loads adapters"):
+            fleet.add(PlainServer("plain"))
+
+
+def test_another_server_at_the_same_url_is_neither_paused_nor_loaded(
+    tmp_path: Path, published: Callable[[int], Path]
+) -> None:
+    with FakeServer("vllm", tmp_path, served_name="theirs") as server:
+        client = VLLMServer(server.url, served_name="mine")
+        with closing(ServerFleet([client], probe_interval_s=0.05)) as fleet:
+            with pytest.raises(PublishError, match="another server answers at this URL"):
+                fleet.update(published(1), 1, LIMIT_S)
+            wait_until(lambda: fleet.states()[0].state is ServerState.GONE)
+            assert "serves ['theirs'], expected the model mine" in str(fleet.states()[0].error)
+        assert {call.split("?")[0] for call in server.calls()} == {"GET /v1/models"}
+        with pytest.raises(ServerError, match="does not exist"):
+            ask(client)
+
+        # The same client of its own server.
+        own = VLLMServer(server.url, served_name="theirs")
+        with closing(ServerFleet([own], probe_interval_s=None)) as fleet:
+            fleet.update(published(1), 1, LIMIT_S)
+            assert set(ask(own).output_versions) == {1}
+
+
+def ask(client: VLLMServer) -> ModelResponse:
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=2), seed=1)
+    return asyncio.run(client.agenerate(request))
+
+
+# Servers that come and go by themselves
+
+
+@dataclass
+class Source:
+    """A `ServerSource` of a test."""
+
+    up: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+    held: list[bool] = field(default_factory=list)
+
+    def servers(self) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return list(self.up)
+
+    def absent(self) -> list[ServerReport]:
+        return [ServerReport("server_9", ServerState.STARTING, None, "it is starting")]
+
+    def stats(self) -> dict[str, float]:
+        return {"servers_restarted": 3.0}
+
+    def hold(self, on: bool) -> None:
+        self.held.append(on)
+
+
+def test_the_fleet_follows_its_source(published: Callable[[int], Path]) -> None:
+    source = Source()
+    with closing(ServerFleet(source, probe_interval_s=0.05)) as fleet:
+        with pytest.raises(PublishError, match="server_9 is starting"):
+            late = ServerFleet(source, probe_interval_s=None, server_wait_s=0.2)
+            late.update(published(1), 1, LIMIT_S)
+
+        # The first update waits for a server to start.
+        update = Thread(target=fleet.update, args=(published(1), 1, LIMIT_S))
+        update.start()
+        first = ScriptedServer("first")
+        source.up.append(first)
+        update.join(LIMIT_S)
+        assert names(fleet) == ["first"]
+        assert fleet.stats()["servers_starting"] == 1.0
+        assert fleet.stats()["servers_restarted"] == 3.0
+
+        # A new one comes, and the first one goes.
+        source.up.append(ScriptedServer("second"))
+        wait_until(lambda: names(fleet) == ["first", "second"])
+        source.up.remove(first)
+        wait_until(lambda: names(fleet) == ["second"])
+
+        # The run cannot go on.
+        source.error = RolloutError("too few")
+        wait_until(lambda: fleet._lost is not None)
+        with pytest.raises(RolloutError, match="too few"):
+            fleet.serving()
+        with pytest.raises(RolloutError, match="too few"):
+            fleet.update(published(2), 2, LIMIT_S)
+
+
+def test_an_update_goes_on_with_a_server_that_comes_back_in_it(
+    published: Callable[[int], Path],
+) -> None:
+    source = Source([ScriptedServer("first")])
+    with closing(ServerFleet(source, probe_interval_s=0.05)) as fleet:
+        fleet.update(published(1), 1, LIMIT_S)
+        ended = source.up.pop()
+        ended.go.clear()
+        update = Thread(target=fleet.update, args=(published(2), 2, LIMIT_S))
+        update.start()
+        source.up.append(ScriptedServer("first, started again"))
+        update.join(LIMIT_S)
+        assert names(fleet) == ["first, started again"]
+
+
+# Tickets
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[FakeServer]]:
+    """Two servers whose tokens take a while."""
+    with (
+        FakeServer("vllm", tmp_path, token_s=0.05) as one,
+        FakeServer("vllm", tmp_path, token_s=0.05) as other,
+    ):
+        yield [one, other]
+
+
+def tickets(
+    fleet: ServerFleet,
+    published: Callable[[int], Path],
+    disturb: Callable[[int], object],
+    ahead: int = 0,
+) -> list[Any]:
+    """Tickets and tokens of a run, in the order in which they are trained."""
+    trained: list[Any] = []
+    executor = make_executor(fleet.serving, max_head_offpolicyness=ahead, total_steps=STEPS)
+    with executor:
+        for step in range(STEPS):
+            fleet.update(published(step), step, LIMIT_S)
+            executor.set_version(step)
+            disturb(step)
+            for ticket, trajectory in executor.next_trajectories(step):
+                tokens = trajectory["input_ids"].tolist() if ahead == 0 else None
+                trained.append((ticket.number, ticket.step, ticket.index, tokens))
+    return trained
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 30.0], ids=["cut off", "drained"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_tickets_are_those_of_a_run_in_which_no_server_was_removed(
+    servers: list[FakeServer], published: Callable[[int], Path], drain_s: float, ahead: int
+) -> None:
+    one, other = (VLLMServer(server.url) for server in servers)
+
+    def disturb(step: int) -> None:
+        if step in (1, 4):
+            wait_until(lambda: one.connections._in_flight)
+            fleet.remove(one.name, drain_s)
+            assert drain_s == 0.0 or not one.connections._in_flight
+        if step == 3:
+            fleet.add(one)
+
+    with closing(ServerFleet([one, other], probe_interval_s=0.05)) as fleet:
+        disturbed = tickets(fleet, published, disturb, ahead)
+    with closing(ServerFleet([other], probe_interval_s=0.05)) as fleet:
+        assert disturbed == tickets(fleet, published, lambda step: None, ahead)
+
+    # No token is of the first weights, and none was mixed.
+    tokens = [token for server in servers for token in server.tokens()]
+    assert {token["version"] for token in tokens} <= set(range(STEPS))
+    assert not any(token["mixed"] for token in tokens)
