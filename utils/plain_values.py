@@ -51,19 +51,38 @@ def pack_plain(what: str, value: Any) -> bytes:
 
     Raises ConfigError if loading ``value``, called ``what`` in the message, would run code.
     """
+    return _packed(what, value).getvalue()
+
+
+def pack_nested(what: str, value: Any) -> torch.Tensor:
+    """`pack_plain` as a uint8 tensor ``[n]``, for a part of another packed value.
+
+    ``torch.save`` writes bytes as text, which takes 1.5 times the space and 20 times the time.
+    """
+    return torch.frombuffer(_packed(what, value).getbuffer(), dtype=torch.uint8)
+
+
+def _packed(what: str, value: Any) -> io.BytesIO:
     # torch.save accepts any object, so that only the way back shows whether it needs code.
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         allowed = "a state_dict may hold tensors, numbers, strings, lists and dicts"
         raise ConfigError(f"{what} cannot be saved: {plain_reason(error)}; {allowed}") from error
-    return buffer.getvalue()
+    return buffer
 
 
-def unpack_plain(data: bytes, source: StrPath) -> Any:
-    """Load the result of `pack_plain`. Raises as `load_plain`."""
+def unpack_plain(data: bytes | torch.Tensor, source: StrPath) -> Any:
+    """Load the result of `pack_plain` or `pack_nested`. Raises as `load_plain`."""
+    if isinstance(data, torch.Tensor) and data.dtype == torch.uint8 and data.dim() == 1:
+        data = data.numpy().tobytes()
+    if not isinstance(data, bytes):
+        raise CheckpointCorruptError(
+            f"{source} cannot be read: it is a {type(data).__name__}; expected bytes"
+        )
     return load_plain(io.BytesIO(data), source)
 
 

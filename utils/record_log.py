@@ -219,7 +219,7 @@ def split_payload(payload: bytes) -> tuple[dict[str, Any], bytes]:
     if size > len(payload) - begin:
         raise ValueError(f"a head of {size} bytes in a payload of {len(payload)} bytes")
     try:
-        head = json.loads(payload[begin : begin + size])
+        head = json.loads(payload[begin : begin + size].decode())
     except RecursionError as error:
         raise ValueError("the head is nested too deeply") from error
     if not isinstance(head, dict):
@@ -453,8 +453,11 @@ class RecordLog:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._synced >= place or self._is_lost(place), timeout_s)
             if self._is_lost(place):
+                reason = "could not be written"
+                if self._closing and place == 0:
+                    reason = "is closed: the run has ended"
                 raise CheckpointWriteError(
-                    f"a record is not on stable storage, because {self.folder} could not be written"
+                    f"a record is not on stable storage, because {self.folder} {reason}"
                 )
             if self._synced < place:
                 raise CheckpointWriteError(

@@ -314,7 +314,7 @@ class RolloutExecutor:
             state = self._ledger.state_dict()
             records = self._recorded.state()
             if records:
-                state[_RECORDS] = torch.frombuffer(bytearray(records), dtype=torch.uint8)
+                state[_RECORDS] = torch.frombuffer(records, dtype=torch.uint8)
             if self._log is not None:
                 state[_LOG] = self._log.id
             return state

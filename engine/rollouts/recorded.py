@@ -209,14 +209,14 @@ def _check_plain(body: bytes) -> None:
 def _check_answer(head: Mapping[str, Any], n_bytes: int) -> None:
     n_tokens = _count(head, "tokens")
     labels = head.get("labels")
-    if not isinstance(labels, dict) or not all(isinstance(v, str) for v in labels.values()):
+    if not isinstance(labels, dict) or not set(map(type, labels.values())) <= {str}:
         raise ValueError(f"its labels are {labels!r:.80}")
     if head.get("stop") not in _STOP_REASONS or not isinstance(head.get("wide"), bool):
         raise ValueError("it does not say why the answer ended, or how wide its numbers are")
 
     # Runs of versions cover all tokens, and the body has a number of each kind for each.
     runs = head.get("versions")
-    if not isinstance(runs, list) or not all(_is_run(run) for run in runs):
+    if not isinstance(runs, list) or not all(map(_is_run, runs)):
         raise ValueError(f"its versions are {runs!r:.80}")
     kind = _WIDE if head["wide"] else _NARROW
     expected = n_tokens * (_TOKENS.itemsize + kind.itemsize)
@@ -225,12 +225,10 @@ def _check_answer(head: Mapping[str, Any], n_bytes: int) -> None:
 
 
 def _is_run(run: Any) -> bool:
-    return (
-        isinstance(run, list)
-        and len(run) == 2
-        and all(type(number) is int for number in run)
-        and run[1] > 0
-    )
+    if not isinstance(run, list) or len(run) != 2:
+        return False
+    version, count = run
+    return type(version) is int and type(count) is int and count > 0
 
 
 def _count(head: Mapping[str, Any], name: str) -> int:
@@ -308,14 +306,14 @@ class Recorded:
                 if ticket < next_number and ticket not in kept:
                     self._remove(ticket)
 
-    def state(self) -> bytes:
+    def state(self) -> bytearray:
         """All records of tickets that have not ended, for `load` after `split_records`."""
         with self._lock:
             parts = []
             for records in self._records.values():
                 for record in records.values():
                     parts += (_SIZE.pack(len(record.data)), record.data)
-        return b"".join(parts)
+        return bytearray().join(parts)
 
     # Weights
 

@@ -32,7 +32,7 @@ from ...utils.errors import CheckpointError, FolderInUseError
 from ...utils.files import StrPath, as_write_error, require_free_space
 from ...utils.logging import get_logger
 from ...utils.manifest import FileEntry, write_entry
-from ...utils.plain_values import pack_plain
+from ...utils.plain_values import pack_nested, pack_plain
 from ...utils.rng import RngState, capture_rng, restore_rng, rng_digest
 from ..data.capture import DATA_STATE, capture_data
 from ..engines import (
@@ -490,7 +490,7 @@ def capture_process(
     # User objects first: their state_dict may draw numbers.
     user = {}
     for key, thing in stateful.items():
-        user[key] = pack_plain(f"state of {key!r}", thing.state_dict())
+        user[key] = pack_nested(f"state of {key!r}", thing.state_dict())
     rng = capture_rng()
     contents = {"rng": rng, "user": user}
     if ranks_with_same_data > 1:

@@ -66,7 +66,7 @@ def live(command: list[str], log: Path, kill_after: int | None) -> list[tuple[in
 @pytest.mark.timeout(400)
 def test_an_agent_that_is_killed_twice_orders_once_and_samples_little_again(tmp_path: Path) -> None:
     with served_model(tmp_path) as arguments:
-        command = [*TORCHRUN[:-1], "--nproc_per_node=1", str(EXAMPLE), *arguments, *OPTIONS]
+        command = [*TORCHRUN, str(EXAMPLE), *arguments, *OPTIONS]
         live(command, tmp_path / "0.txt", kill_after=2)
         second = live(command, tmp_path / "1.txt", kill_after=6)
         third = live(command, tmp_path / "2.txt", kill_after=None)

@@ -14,7 +14,9 @@ sampled in vain.
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +38,13 @@ from tests.integration.episode_job import (
     TRAINED,
     WEIGHTS,
     EpisodeJob,
+    Kill,
     live,
 )
 
 TOKENS_PER_TICKET = N_SIBLINGS * N_TURNS * N_TOKENS
+LATE_TOKENS = 100
+"""Tokens that are sampled until a kill has happened, at most."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,12 @@ class Known:
 def drive(
     root: Path,
     kills: int,
-    lives: dict[int, dict[str, Any]] | None = None,
+    change: Callable[[EpisodeJob], EpisodeJob] | None = None,
     share: float | None = None,
     **options: Any,
 ) -> Run:
-    """Drive a run to its end through killed lives. ``lives`` has changes of the job from a life
-    on. Each kill comes after a random part of the work, or after this ``share`` of the rest.
+    """Drive a run to its end through killed lives. ``change`` is made to the job after the first
+    one. Each kill comes after a random part of the work, or after this ``share`` of the rest.
     """
     root.mkdir()
     draw = random.Random(kills)
@@ -93,24 +98,30 @@ def drive(
         (record,) = root.glob("vllm-*.jsonl")
         rest = job.steps * BATCH_SIZE * TOKENS_PER_TICKET
         for number in range(kills + 1):
-            job = replace(job, **(lives or {}).get(number, {}))
+            if number == 1 and change is not None:
+                job = change(job)
             known = recorded(root, server)
 
             # Every life samples a share of the rest, so that it ends before the run does.
             kill = None
             if number < kills:
-                n_tokens = draw.randrange(2 * rest // (kills + 1 - number))
+                n_tokens = draw.randrange(3 * rest // (2 * (kills + 1 - number)))
                 if share is not None:
                     n_tokens = int(share * rest)
-                kill = (n_tokens, draw.uniform(0.0, 0.1))
-                rest -= n_tokens
+                kill = Kill(n_tokens, draw.uniform(0.0, 0.1), draw.randrange(job.ranks))
+                rest -= n_tokens + LATE_TOKENS
             assert live(job, record, kill) == (SIGKILLED if kill else 0)
-            check_life(server, known, may_drop=job.noisy or bool(lives))
+            check_life(server, known, may_drop=job.noisy or job.lr != EpisodeJob.lr)
         return Run(job, server.record())
 
 
 def recorded(root: Path, server: FakeServer) -> Known:
-    """Read the log as the next life finds it. Answers that lack a label may be dropped."""
+    """Read the log as the next life finds it."""
+    return Known(rids_in_log(root), len(server.record()))
+
+
+def rids_in_log(root: Path) -> set[str]:
+    """The ids of recorded requests. Answers that lack a label may be dropped, and are left out."""
     rids = set()
     for file in log_files(root / "e" / "t" / "recover" / "episodes" / "rollouts"):
         for payload in read_records(file.path, ReadCounts()):
@@ -119,7 +130,7 @@ def recorded(root: Path, server: FakeServer) -> Known:
                 continue
             if {str(version) for version, _ in head["versions"]} <= head["labels"].keys():
                 rids.add(f"ticket-{head['ticket']}-{head['key'][:8]}-{head['nth']}")
-    return Known(rids, len(server.record()))
+    return rids
 
 
 def check_life(server: FakeServer, known: Known, may_drop: bool) -> None:
@@ -207,16 +218,29 @@ def check_trained(run: Run, kills: int) -> None:
     assert 0 <= n_missing <= kills * MAX_CONCURRENT * N_SIBLINGS
 
 
-def check(tmp_path: Path, steps: int, kills: int, ahead: int, freq_steps: int) -> None:
-    options: dict[str, Any] = {"steps": steps, "ahead": ahead, "freq_steps": freq_steps}
+def check(
+    tmp_path: Path,
+    kills: int,
+    change: Callable[[EpisodeJob], EpisodeJob] | None = None,
+    share: float | None = None,
+    **options: Any,
+) -> None:
+    """Kill a run whose arithmetic repeats, and compare it with an undisturbed one."""
     untouched = drive(tmp_path / "untouched", 0, **options)
     check_trained(untouched, 0)
-    killed = drive(tmp_path / "killed", kills, **options)
+    killed = drive(tmp_path / "killed", kills, change, share, **options)
     check_trained(killed, kills)
-    one, other = untouched.weights, killed.weights
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    n_trained = steps * BATCH_SIZE * TOKENS_PER_TICKET
-    assert untouched.n_sampled == n_trained
+    check_equal(untouched, killed)
+    check_ratio(killed, kills)
+
+
+def check_equal(one: Run, other: Run) -> None:
+    assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    assert one.n_sampled == one.job.steps * BATCH_SIZE * TOKENS_PER_TICKET
+
+
+def check_ratio(killed: Run, kills: int) -> None:
+    n_trained = killed.job.steps * BATCH_SIZE * TOKENS_PER_TICKET
     ratio = killed.n_sampled / n_trained
     print(f"{kills} kills: {ratio:.3f} tokens were sampled for each one that was trained")
     assert ratio <= 1.10
@@ -225,6 +249,25 @@ def check(tmp_path: Path, steps: int, kills: int, ahead: int, freq_steps: int) -
 @pytest.mark.timeout(180)
 def test_a_killed_driver_samples_no_recorded_answer_again(tmp_path: Path) -> None:
     check(tmp_path, steps=5, kills=3, ahead=2, freq_steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_rank_samples_no_recorded_answer_again(tmp_path: Path) -> None:
+    check(tmp_path, steps=8, kills=6, ahead=2, freq_steps=3, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_goes_back_takes_its_answers_along(tmp_path: Path, ranks: int) -> None:
+    def go_back(job: EpisodeJob) -> EpisodeJob:
+        # Further starts name the same generation, and go on with what this branch has written.
+        folders = (Path(job.root) / "e" / "t" / "recover").glob("global_step_*")
+        older, _ = sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
+        return replace(job, resume_path=str(older))
+
+    check(tmp_path, 2, go_back, share=0.5, steps=10, ahead=1, freq_steps=2, ranks=ranks)
 
 
 @pytest.mark.slow
@@ -258,6 +301,6 @@ def test_a_new_learning_rate_after_a_kill_drops_the_answers_of_the_lost_weights(
     tmp_path: Path,
 ) -> None:
     options: dict[str, Any] = {"steps": 4, "ahead": 1, "freq_steps": 10}
-    run = drive(tmp_path / "run", 1, lives={1: {"lr": 0.02}}, share=0.8, **options)
+    run = drive(tmp_path / "run", 1, partial(replace, lr=0.02), share=0.8, **options)
     check_trained(run, 1)
     assert run.trained[-1]["stats"]["rollouts/dropped"] > 0

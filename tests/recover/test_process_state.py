@@ -19,7 +19,7 @@ from holdfast.recover.resuming.restore import ProcessState
 from holdfast.recover.saving.snapshot import capture_process, write_process
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
 from holdfast.utils.files import file_digest
-from holdfast.utils.plain_values import pack_plain, read_plain, unpack_plain
+from holdfast.utils.plain_values import pack_nested, pack_plain, read_plain, unpack_plain
 from holdfast.utils.rng import rng_digest, seed_rng
 from tests.recover.runs import Meter, Tiny, draw
 
@@ -35,6 +35,14 @@ from tests.recover.runs import Meter, Tiny, draw
 def test_plain_values_and_tensors_come_back(value: Any) -> None:
     again = unpack_plain(pack_plain("it", value), "x")
     assert repr(again) == repr(value)
+    outer = unpack_plain(pack_plain("it", {"part": pack_nested("part", value)}), "x")
+    assert repr(unpack_plain(outer["part"], "x")) == repr(value)
+
+
+@pytest.mark.parametrize("part", [3, torch.zeros(3), torch.zeros((2, 2), dtype=torch.uint8), None])
+def test_a_part_of_another_kind_is_corrupt(part: Any) -> None:
+    with pytest.raises(CheckpointCorruptError, match=r"x cannot be read: it is a .*expected bytes"):
+        unpack_plain(part, "x")
 
 
 class Evil:
@@ -121,6 +129,17 @@ def test_a_new_process_takes_objects_from_rank_zero_then_the_driver(
         "driver": [3],
         "new": [9],
     }
+
+
+def test_objects_that_were_packed_as_bytes_come_back(tmp_path: Path) -> None:
+    meter = Meter()
+    meter.seen = [1, 2]
+    contents = unpack_plain(capture_process({"meter": meter})[0], "it")
+    contents["user"]["meter"] = contents["user"]["meter"].numpy().tobytes()
+    write_process(tmp_path, rank_state_name(0), pack_plain("it", contents))
+    again = Meter()
+    ProcessState.read(tmp_path, 0).restore({"meter": again})
+    assert again.seen == [1, 2]
 
 
 def test_a_plain_file_not_of_a_process_is_corrupt_changing_nothing(tmp_path: Path) -> None:

@@ -334,6 +334,20 @@ def test_files_are_never_overwritten_truncated_or_renamed(tmp_path: Path) -> Non
         assert call.flags is not None and call.flags & os.O_EXCL and call.flags & os.O_APPEND
 
 
+def test_a_file_is_synced_before_the_next_one_is_created(tmp_path: Path) -> None:
+    with Shim(tmp_path) as shim, opened(tmp_path / "log") as log:
+        log.append(b"first")
+        log.rotate()
+        log.sync(log.append(b"second"), WAIT_S)
+    steps = []
+    for call in shim.calls:
+        name = os.path.basename(call.path)
+        if name.endswith(".log"):
+            steps.append((call.name, int(name[:8])))
+    own = [("open", 1), ("write", 1), ("fdatasync", 1), ("open", 2), ("write", 2), ("fdatasync", 2)]
+    assert steps == own
+
+
 FAILING = ("mkdir", "open", "fsync", "write", "fdatasync")
 
 
@@ -508,6 +522,8 @@ def test_a_log_that_was_closed_or_not_started_drops_records(tmp_path: Path) -> N
     log.close(WAIT_S)
     log.close(WAIT_S)
     assert log.append(b"late") == 0
+    with pytest.raises(CheckpointWriteError, match="is closed: the run has ended"):
+        log.sync(0, WAIT_S)
     assert read(tmp_path / "log") == []
     idle = RecordLog(tmp_path / "idle", NEVER_S)
     idle.close()

@@ -212,8 +212,8 @@ def test_answers_of_weights_that_were_made_again_are_used_when_these_exist(tmp_p
     with trial.life(after, Chat()) as life:
         life.serve(1)
         rows(life, 1)
-        assert life.stat("running") == 0, "step 2 waits for version 2"
-        assert not after.seen
+        wait_until(lambda: life.stat("running") == 0)
+        assert not after.seen, "step 2 waits for version 2"
         life.serve(2)
         assert rows(life, 2) == lost
         wait_until(lambda: life.stat("running") == 0)
@@ -250,6 +250,20 @@ def test_a_version_that_no_life_made_drops_what_came_after_it(tmp_path: Path) ->
         life.serve(2)
         wait_until(lambda: life.stat("running") == 0)
         assert life.stat("dropped") == 4, "of steps 2 and 3, which had waited for version 2"
+
+
+def test_weights_that_differ_drop_the_answers_of_all_later_ones() -> None:
+    places, records = {}, []
+    for version in (1, 2, 3):
+        places[version] = Place(version, "k", 0, Kind.ANSWER)
+        answer = ModelResponse([1], [5], [-0.5], [version], "stop")
+        records.append(Record.of_answer(places[version], answer, {version: f"{version}-a"}).data)
+    recorded = Recorded("exact")
+    recorded.load(records)
+    for label in ("1-a", "2-b", "3-a"):
+        recorded.confirm(int(label[0]), label)
+    found = [n for n, place in places.items() if recorded.take(place, Bounds(0, 3)) is not None]
+    assert found == [1] and recorded.dropped == 2, "version 3 came after a version that is lost"
 
 
 def test_without_a_label_only_the_restored_weights_are_known(tmp_path: Path) -> None:

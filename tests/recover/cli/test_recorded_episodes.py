@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.utils.record_log import join_payload, log_files
+from tests.engine.rollouts.lives import Chat, Lasting
+from tests.engine.rollouts.servers import make_executor, make_loader
+from tests.limits import wait_until
 from tests.recover.cli.commands import answer, flip_byte, holdfast
-from tests.recover.runs import Diary, Tiny, make_handler, step_info
+from tests.recover.runs import Diary, Meter, Tiny, make_handler, step_info
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,6 +68,28 @@ def test_ls_of_a_run_without_a_generation_counts_from_the_start(tmp_path: Path) 
 def test_ls_of_a_run_without_a_log_tells_nothing_of_it(finished: Path) -> None:
     assert answer("ls", finished)["logs"] == []
     assert "episodes" not in holdfast("ls", finished)[1]
+
+
+def test_show_counts_the_recorded_answers_of_unfinished_tickets(tmp_path: Path) -> None:
+    # Two tickets of step 0, whose third answers never come.
+    server = Lasting(limit=4)
+    loader = make_loader(2)
+    tiny = Tiny()
+    with (
+        make_executor([server], Chat(turns=3), loader, max_head_offpolicyness=0) as executor,
+        make_handler(tmp_path, freq_steps=1) as handler,
+    ):
+        handler.register("rollouts", executor)
+        handler.register("unlogged", Meter())
+        handler.load(tiny.state, loader)
+        executor.set_version(0)
+        wait_until(lambda: server.taken == 4)
+        handler.dump(tiny.state, step_info(0), loader)
+    generation = f"{tmp_path}/e/t@0"
+    expected = ["rollouts (4 recorded answers of unfinished tickets)", "unlogged"]
+    assert answer("show", generation)["processes"]["rank_00000"]["objects"] == expected
+    code, out, _ = holdfast("show", generation)
+    assert code == 0 and expected[0] in " ".join(out.split())
 
 
 def test_verify_counts_damaged_records_and_torn_ends(trial: Path) -> None:
