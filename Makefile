@@ -35,7 +35,7 @@ VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo minimal learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-sglang test-storage test-peers test-simulated-gpu test-slurm faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
+.PHONY: help demo minimal distill learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-sglang test-storage test-peers test-simulated-gpu test-slurm faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -44,7 +44,10 @@ demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights w
 	$(PY) examples/demo.py
 
 minimal: $(INSTALLED)  ## Run examples/minimal_grpo.py with a tiny model and a stand-in for vLLM; a run that was stopped resumes
-	PYTHONPATH=plugins/vllm $(PY) -m tests.minimal minimal_out
+	PYTHONPATH=plugins/vllm $(PY) -m tests.minimal grpo minimal_out
+
+distill: $(INSTALLED)  ## The same with examples/minimal_distill.py: a student reaches the accuracy of its teacher
+	PYTHONPATH=plugins/vllm $(PY) -m tests.minimal distill distill_out
 
 learn: $(INSTALLED)  ## GRPO on reasoning-gym from scratch, killed twice on its way; draws the accuracy on held-out items
 	$(PY) examples/learn.py
@@ -135,7 +138,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 		$(GPU_PY) -m tests.gpu.shared_gpu && exit $$code
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERL_VENV) .storage-servers build dist *.egg-info site demo_out minimal_out learn_out learn_vision_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERL_VENV) .storage-servers build dist *.egg-info site demo_out minimal_out distill_out learn_out learn_vision_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

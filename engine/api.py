@@ -272,7 +272,7 @@ class TrainEngine(Protocol):
 
     def register_state(self, name: str, thing: Stateful) -> None:
         """Save and restore an object with the optimizer. Its state is plain values, the same on
-        every rank.
+        every rank. If it has a ``check_state_dict``, a load calls that before anything changes.
         """
         ...
 

@@ -451,6 +451,9 @@ class DCPState(TorchStateful):
                 own = target.state_dict()
                 needed = {key: value for key, value in own.items() if key not in optional}
                 _check_keys(name, getattr(values, name), needed)
+                check = getattr(target, "check_state_dict", None)
+                if check is not None:
+                    check(getattr(values, name))
 
         # A new data rank derives its generators from the first data rank.
         values.generators = _rng_of(given, self.data_rank)

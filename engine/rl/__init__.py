@@ -1,5 +1,5 @@
 """Reinforcement learning on top of an engine: actor, critic, losses and advantages. Also reward
-models, DPO and SFT.
+models, DPO, SFT and teachers.
 """
 
 from .actor import PPOActor
@@ -9,10 +9,12 @@ from .critic import PPOCritic
 from .dpo import DPO, DPOConfig
 from .losses import count_loss_tokens, sft_loss_fn
 from .reward_model import RewardModel, RewardModelConfig
+from .teacher import EngineTeacher, ServerTeacher
 
 __all__ = [
     "DPO",
     "DPOConfig",
+    "EngineTeacher",
     "NormConfig",
     "PPOActor",
     "PPOActorConfig",
@@ -20,6 +22,7 @@ __all__ = [
     "PPOCriticConfig",
     "RewardModel",
     "RewardModelConfig",
+    "ServerTeacher",
     "count_loss_tokens",
     "from_areal_alignment",
     "sft_loss_fn",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...utils.errors import BatchError
+from ...utils.errors import BatchError, ConfigError
 from ..api import Batch, LossFn, TrainEngine
 from ..training.batch import validate_batch
 from ..training.logprobs import token_logprobs
@@ -27,6 +27,7 @@ from .kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_stats
 from .losses import aggregate, count_losses, with_loss_weights
 from .off_policy import approximation_errors, behave_weights, interpolate_prox_logp, prox_alpha
 from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
+from .teacher import KnownTeacher, Teacher, distill_advantages
 from .update import (
     INPUTS,
     TokenStats,
@@ -46,6 +47,8 @@ _TOKEN_STATS = (
     "kl_k1",
     "kl_ref",
     "kl_ref_k1",
+    "kl_teacher",
+    "kl_teacher_k1",
     "entropy",
     "advantage",
     "behave_kl",
@@ -69,14 +72,35 @@ class PPOActor:
         stats = actor.ppo_update(batch)
         engine.step_lr_scheduler()
 
+    Args:
+        config: the algorithm.
+        engine: the policy, with the same configuration.
+        teacher: scores the tokens of batches without ``teacher_logp``, for ``distill_loss_weight``.
+            The engine saves its identity, and refuses a generation of another one.
+
     Attributes:
         kl_ctl: coefficient of the KL in rewards. With ``kl_target`` the engine saves and restores
             it.
+
+    Raises:
+        ConfigError: there is a teacher, but ``distill_loss_weight`` is 0.
     """
 
-    def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
+    def __init__(
+        self, config: PPOActorConfig, engine: TrainEngine, teacher: Teacher | None = None
+    ) -> None:
         self.config = config
         self.engine = engine
+        self.teacher = teacher
+        if teacher is not None:
+            if not config.distill_loss_weight:
+                raise ConfigError(
+                    "there is a teacher, but config key 'distill_loss_weight' is 0, so that it "
+                    "would teach nothing; set that, or leave the teacher out"
+                )
+            known = KnownTeacher(teacher.identity(), config.allow_other_teacher)
+            engine.register_state("teacher", known)
+
         # Only an adapted coefficient is part of the saved state.
         self.kl_ctl: FixedKLController = FixedKLController(config.kl_ctl)
         if config.kl_target is not None:
@@ -115,8 +139,10 @@ class PPOActor:
           every loss token gets the reward of its sequence (GRPO).
         - With ``kl_ctl`` each token gets its own penalty (``kl_rewards``, ``[B, S]``), which counts
           for the tokens up to it.
-        - ``adv_norm`` comes last.
         - With ``mask_truncated_completions`` truncated answers have no loss token.
+        - With ``distill_loss_weight`` each token gets the teacher's advantage, too (see
+          `distill_advantages`), and ``teacher_logp`` is added.
+        - ``adv_norm`` comes last.
 
         Raises:
             BatchError: ``rewards`` are not finite or not ``[B]``, the batch is not whole groups of
@@ -158,11 +184,32 @@ class PPOActor:
             advantages = torch.where(loss_mask, advantages, 0.0)
         result["loss_mask"] = loss_mask
 
+        if config.distill_loss_weight:
+            of_teacher = self._teacher_advantages(result)
+            advantages = (
+                config.rl_loss_weight * advantages  # from rewards
+                + config.distill_loss_weight * of_teacher
+            )
+
         adv_norm = self._norm(config.adv_norm)
         if adv_norm is not None:
             advantages = normalise(advantages, adv_norm, loss_mask, self.engine.all_reduce_stats)
         result["advantages"] = advantages
         return result
+
+    def _teacher_advantages(self, batch: Batch) -> Tensor:
+        """The teacher's advantage of each token, before its weight. Adds ``teacher_logp`` to the
+        batch.
+        """
+        if "teacher_logp" not in batch and self.teacher is not None:
+            batch["teacher_logp"] = self.teacher.compute_logp(batch, self.config.temperature)
+        loss_mask = batch["loss_mask"].bool()
+        sampled = self._sampled(batch)
+        with all_ranks_accept(self.engine):
+            hint = "distill_loss_weight is not 0, so give the actor a teacher, or the batch this"
+            for key in ("teacher_logp", sampled):
+                require_per_token(batch, key, loss_mask, hint)
+        return distill_advantages(batch["teacher_logp"], batch[sampled], loss_mask)
 
     def _shaped_rewards(self, batch: Batch, loss_mask: Tensor) -> Tensor:
         """``[B]`` rewards with the overlong penalty, then bias, scale and clip."""
@@ -224,10 +271,11 @@ class PPOActor:
                 - ``kl_ctl``: the coefficient used in rewards (``kl_target`` adapts it afterwards).
                 - ``reward``: mean of the raw rewards over sequences, NaN if no rank has any.
                 - Means over loss tokens: ``advantage``, ``ratio``, ``entropy`` (nats), ``kl`` (old
-                  policy to this one), ``kl_ref`` (to the reference policy), ``behave_kl`` (sampling
-                  policy to the trainer's before the update, only for the first mini-batch if no
-                  forward pass computes it), and statistics of the loss (``clip_fraction`` ...). KLs
-                  are k3 estimates, ``kl_k1`` etc. are k1 estimates.
+                  policy to this one), ``kl_ref`` (to the reference policy), ``kl_teacher`` (to the
+                  teacher), ``behave_kl`` (sampling policy to the trainer's before the update, only
+                  for the first mini-batch if no forward pass computes it), and statistics of the
+                  loss (``clip_fraction`` ...). KLs are k3 estimates, ``kl_k1`` etc. are k1
+                  estimates.
 
         Raises:
             BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``)
@@ -261,7 +309,7 @@ class PPOActor:
 
     def _share_of(self, batch: Batch) -> Batch:
         # The entries that the model and the loss read.
-        needed = (*INPUTS, "advantages", "ref_logp")
+        needed = (*INPUTS, "advantages", "ref_logp", "teacher_logp")
         share = {key: batch[key] for key in needed if key in batch}
         share["loss_mask"] = loss_mask_of(batch)
         if "logprobs" in batch:
@@ -323,6 +371,8 @@ class PPOActor:
                 if config.kl_loss_coef:
                     kl = kl_estimate(inputs.logprobs, ref_logp, config.kl_estimator or "k3")
                     losses = losses + config.kl_loss_coef * kl
+            if "teacher_logp" in micro_batch:
+                seen |= kl_stats("kl_teacher", logprobs, micro_batch["teacher_logp"], mask)
             if config.entropy_coeff:
                 losses = losses - config.entropy_coeff * entropy
 

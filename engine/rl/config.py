@@ -144,6 +144,14 @@ class PPOActorConfig(TrainEngineConfig):
     """
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    distill_loss_weight: float = 0.0
+    """Weight of the teacher in on-policy distillation: the advantage of each token gets this times
+    ``log p_teacher - log p_student``. See `holdfast.engine.rl.teacher`.
+    """
+    rl_loss_weight: float = 1.0
+    """Weight of the advantages from rewards beside those from a teacher. 0: distillation alone."""
+    allow_other_teacher: bool = False
+    """Whether a run may go on with another teacher than before."""
     recompute_logprob: bool = False
     """Clip against the policy before the update, not against the ``logprobs`` of the rollout."""
     use_decoupled_loss: bool = False
@@ -205,6 +213,8 @@ class PPOActorConfig(TrainEngineConfig):
             "kl_loss_coef",
             "entropy_coeff",
             "ppo_kl_coef",
+            "distill_loss_weight",
+            "rl_loss_weight",
         ):
             require_range(key, getattr(self, key), low=0.0)
         require_range("c_clip", self.c_clip, low=1.0)
@@ -228,6 +238,12 @@ class PPOActorConfig(TrainEngineConfig):
         self._check_advantages()
 
     def _check_advantages(self) -> None:
+        if self.rl_loss_weight != 1.0 and not self.distill_loss_weight:
+            raise ConfigError(
+                f"config key 'rl_loss_weight' is {self.rl_loss_weight}, but "
+                "'distill_loss_weight' is 0, so that there is no teacher to weigh rewards "
+                "against; set that, or leave this out"
+            )
         if self.overlong_reward_penalty:
             for key in ("max_new_tokens", "overlong_tokens", "overlong_penalty_factor"):
                 if getattr(self, key) is None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...utils.errors import PublishError
+from ...utils.errors import PublishError, SlowServerError
 from ...utils.files import StrPath
 from ..hf.adapter_folder import CONFIG, WEIGHTS
 from ..hf.versions import AMPLIFIED_PREFIX
@@ -122,6 +122,18 @@ def _open(file: Path) -> Iterator[Any]:
             yield opened
     except (OSError, SafetensorError, ValueError) as error:
         raise PublishError(f"{file} cannot be read ({error}); publish the version again") from error
+
+
+@contextmanager
+def explained_wait() -> Iterator[None]:
+    """Add the most likely reason to the error if a server is too slow for an adapter."""
+    try:
+        yield
+    except SlowServerError as error:
+        raise SlowServerError(
+            f"{error}; if it waits for requests of older versions to end, let it compute with more "
+            "versions at a time (--max-loras of vLLM, --max-loras-per-batch of SGLang)"
+        ) from error
 
 
 def adapter_name(label: str) -> str:

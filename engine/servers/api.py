@@ -206,6 +206,23 @@ class GenerationServer(Protocol):
         ...
 
 
+class ScoringServer(Protocol):
+    """A server that tells log-probabilities of given tokens."""
+
+    @property
+    def name(self) -> str:
+        """Name in logs and errors, such as a URL without secrets."""
+        ...
+
+    def served_model(self) -> str:
+        """Name of the model that the server was started with."""
+        ...
+
+    def prompt_logprobs(self, input_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, given those before it."""
+        ...
+
+
 @runtime_checkable
 class ObservableServer(InferenceServer, Protocol):
     """A client that can ask its server which weights it serves. A fleet checks such servers

@@ -38,6 +38,7 @@ from .adapters import (
     adapter_label,
     adapter_name,
     amplified,
+    explained_wait,
     read_facts,
 )
 from .api import (
@@ -92,10 +93,6 @@ _UNLOADED = (
     "They were unloaded again, and it goes on with those before: tell it again, or restart it "
     "with the base model that is trained"
 )
-_NO_ROOM = (
-    "if it waits for requests of older versions to end, let it compute with more versions at a "
-    "time (--max-loras of vLLM, --max-loras-per-batch of SGLang)"
-)
 
 
 def _require_url(what: str, url: str) -> None:
@@ -104,14 +101,6 @@ def _require_url(what: str, url: str) -> None:
             f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, "
             "or a path behind that"
         )
-
-
-@contextmanager
-def _explained_wait() -> Iterator[None]:
-    try:
-        yield
-    except SlowServerError as error:
-        raise SlowServerError(f"{error}; {_NO_ROOM}") from error
 
 
 @dataclass(eq=False, repr=False)
@@ -361,7 +350,7 @@ class ServerClient(ServerCalls):
                     raise calls.refuse(
                         f"after it, the server lists the adapters {loaded}; expected {name}"
                     )
-            with _explained_wait():
+            with explained_wait():
                 self._check_content(calls, expected, name)
 
             # From now on they answer new requests.
@@ -604,7 +593,7 @@ class ServerClient(ServerCalls):
 
         # A second, much larger factor is tried before a server is refused.
         self._uses_adapters = False
-        problem: str | None = None
+        problem = None
         other_name = f"{name}-amplified"
         for size in _AMPLIFIED:
             try:
@@ -636,7 +625,7 @@ class ServerClient(ServerCalls):
                 self._unload_adapter(calls, name)
         self._load_adapter(calls, name, folder)
         try:
-            with _explained_wait():
+            with explained_wait():
                 base = self._prompt_logprobs(calls, ids)
                 changed = self._prompt_logprobs(calls, ids, name)
                 return base, changed
@@ -775,24 +764,48 @@ class ServerClient(ServerCalls):
         self._limits = limits
         return limits
 
+    # Scores of given tokens
+
+    def served_model(self) -> str:
+        """Name of the model that the server was started with, or raise ServerError."""
+        with self._calls(", asked for its model", self.status_timeout_s, ServerError) as calls:
+            names, _ = self._model_names(calls)
+            return names[0]
+
+    def prompt_logprobs(self, input_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, given those before it, at temperature 1.
+
+        Raises:
+            PromptError: as for `agenerate`. The text must leave room for one more token.
+            ServerError: the server could not be reached, or failed.
+        """
+        with self._calls(", asked for scores", self.generation_timeout_s, ServerError) as calls:
+            if self._limits is None:
+                self._limits = stated_limits(self._models(calls), self._vocab_size, self._kept_free)
+            self._limits.fit(ModelRequest(input_ids), self.name)
+            return self._prompt_logprobs(calls, input_ids)
+
     def _loaded_adapters(self, calls: Calls) -> list[str]:
-        _, adapters = self._models(calls)
+        _, adapters = self._model_names(calls)
         return adapters
 
     def _require_name(self, calls: Calls) -> None:
         if self.served_name is None:
             return
-        names, _ = self._models(calls)
+        names, _ = self._model_names(calls)
         if self.served_name not in names:
             raise calls.refuse(
                 f"another server answers at this URL: it serves {names}, expected the model "
                 f"{self.served_name}. It was told nothing"
             )
 
-    def _models(self, calls: Calls) -> tuple[list[str], list[str]]:
+    def _model_names(self, calls: Calls) -> tuple[list[str], list[str]]:
         """Names of the served models, and of the adapters."""
-        models = calls.get("look", "/v1/models", key=self.api_key, advice=self._key_advice)
+        models = self._models(calls)
         with calls.reading("its list of models"):
             adapters = [card["id"] for card in models["data"] if card.get("parent") is not None]
             names = [card["id"] for card in models["data"] if card.get("parent") is None]
         return names, adapters
+
+    def _models(self, calls: Calls) -> Json:
+        return calls.get("look", "/v1/models", key=self.api_key, advice=self._key_advice)

@@ -48,6 +48,18 @@ class EngineCounters:
             counts["states"] = states
         return counts
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let registered objects with a ``check_state_dict`` refuse their state. Nothing changes.
+
+        Raises:
+            CheckpointMismatchError: the state is not for one of them.
+        """
+        saved = state_dict.get("states", {})
+        for name, thing in self.states.items():
+            check = getattr(thing, "check_state_dict", None)
+            if name in saved and check is not None:
+                check(saved[name])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore counters and objects. An object without saved state keeps its initial state, with
         a warning.

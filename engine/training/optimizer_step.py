@@ -1,4 +1,11 @@
-"""One update from the current gradients: clip them, then step unless they are not finite."""
+"""One update from the current gradients: clip them, then step unless they are not finite.
+
+A step waits for the device once, when the host reads its numbers. The wait could not be left out
+for every optimizer. Only torch's fused kernels take a flag on the device that skips an update and
+its count (``found_inf``). The others have none, and adam_bf16 reads its counts on the host. The
+host also has to know which parameters no rank reached, whether the norm must be computed again in
+float64, and whether the schedule advances.
+"""
 
 import math
 from collections.abc import Mapping

@@ -391,7 +391,18 @@ FILE: Table = {
     "gconfig.reward_normalization": _refused(
         "rewards are normalised by `reward_norm`", False, of="PPOActorConfig"
     ),
-    "teacher": _refused("there is no loss of distillation here", None, of="PPOActorConfig"),
+    "teacher.distill_loss_weight": Fate(
+        "renamed",
+        "in the actor's section, unless it has one. Without `teacher` 0. It weighs advantages, not "
+        "a term of the loss",
+        to="distill_loss_weight",
+        absent=0.005,
+    ),
+    "teacher.rl_loss_weight": Fate(
+        "renamed",
+        "in the actor's section, unless it has one. Your loop makes the teacher of the other keys",
+        to="rl_loss_weight",
+    ),
 }
 """Keys outside of a section that decide about one."""
 

@@ -264,6 +264,8 @@ class _Reader:
         own = set(_own_keys(cls))
         for key, fate in FILE.items():
             value = OmegaConf.select(self.file, key, default=NOTHING)
+            if value is NOTHING and OmegaConf.select(self.file, key.rpartition(".")[0]):
+                value = fate.absent
             if value is NOTHING or value is None:
                 continue
 

@@ -11,9 +11,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.sft_runs import kill_tree
 from tests.limits import stretched
-from tests.minimal import EXAMPLE, ON_RAY, TORCHRUN, arguments_of, environment
+from tests.minimal import (
+    DISTILL,
+    DISTILL_OPTIONS,
+    EXAMPLE,
+    ON_RAY,
+    SFT_STEPS,
+    TORCHRUN,
+    accuracy,
+    arguments_of,
+    environment,
+    trained_model,
+)
 
-STEP = re.compile(r"^step (\d+): reward ([\d.]+)$", re.MULTILINE)
+STEP = re.compile(r"^step (\d+): reward ([\d.]+)(?:, kl [-\d.]+)?$", re.MULTILINE)
 SHORT = ("epochs=4", "freq_steps=3", "n_samples=4")
 
 
@@ -74,11 +85,38 @@ def test_the_minimal_example_on_ray_resumes_after_its_driver_is_killed(tmp_path:
     check_kill_and_resume(command, tmp_path, steps=24)
 
 
+def teach(folder: Path, *options: str, steps: int) -> tuple[float, float, float]:
+    """Kill and resume a job with a teacher, and return the accuracy of student before, teacher and
+    student.
+    """
+    teacher = trained_model(folder / "teacher", 3, 100)
+    command = [*TORCHRUN[:-1], "--nproc_per_node=1", str(DISTILL), *arguments_of(folder, SFT_STEPS)]
+    command += [f"teacher={teacher}", *DISTILL_OPTIONS, *options]
+    check_kill_and_resume(command, folder, steps)
+    return accuracy(folder / "model"), accuracy(teacher), accuracy(folder / "runs" / "model")
+
+
+def test_the_minimal_example_of_distillation_resumes_after_a_kill_with_its_teacher(
+    tmp_path: Path,
+) -> None:
+    teach(tmp_path, "epochs=2", "batch_size=5", "n_samples=2", "freq_steps=3", steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_student_reaches_the_accuracy_of_its_teacher(tmp_path: Path) -> None:
+    before, teacher, student = teach(tmp_path, "freq_steps=3", steps=60)
+    assert before < 0.9 < teacher
+    assert student > teacher - 0.03
+
+
 def test_the_minimal_examples_are_short_and_import_nothing_from_other_examples() -> None:
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (EXAMPLE, ON_RAY)}
+    examples = (EXAMPLE, ON_RAY, DISTILL)
+    lengths = {path.name: len(path.read_text().splitlines()) for path in examples}
     assert lengths["minimal_grpo.py"] <= 155
+    assert lengths["minimal_distill.py"] <= lengths["minimal_grpo.py"] + 40
     assert lengths["minimal_grpo_ray.py"] <= lengths["minimal_grpo.py"] + 60
-    for path in (EXAMPLE, ON_RAY):
+    for path in examples:
         imported = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
         assert not set(imported) & {other.stem for other in EXAMPLE.parent.glob("*.py")}
         assert "examples" not in imported

@@ -23,8 +23,6 @@ ROUTER = (
 )
 GRADIENTS = "'actor.megatron..*' .*(gradients are float32 here|`grad_reduce_dtype` says it here)"
 REFUSED = {
-    "distillation/gsm8k_grpo_distill_mode_rolloutEngine": "'teacher' .* no loss of distillation",
-    "distillation/gsm8k_grpo_distill_mode_trainEngine": "'teacher' .* no loss of distillation",
     "dte/gsm8k_grpo_qwen3_30b_a3b": ROUTER,
     "experimental/inference_service/online_rollout": (
         "'group_size' is 1: every reward would become 0"

@@ -238,20 +238,34 @@ def test_keys_that_would_change_the_mathematics_are_refused_with_the_reason(
         load_areal(PPOActorConfig, write(tmp_path, actor=keys))
 
 
-def test_a_teacher_and_rewards_normalised_by_the_rollout_are_refused_for_the_actor_alone(
+def test_rewards_normalised_by_the_rollout_are_refused_for_the_actor_alone(
     tmp_path: Path,
 ) -> None:
-    for extra, message in [
-        ({"teacher": {"path": "t"}}, "distillation"),
-        ({"gconfig": {"reward_normalization": True}}, "reward_norm"),
-    ]:
-        path = write(tmp_path, actor={"path": "m"}, recover={}, **extra)
-        with pytest.raises(ConfigError, match=message):
-            load_areal(PPOActorConfig, path)
-        with pytest.raises(ConfigError, match=message):
-            load_areal(Job, path)
-        load_areal(RecoverConfig, path)
-    load_areal(PPOActorConfig, write(tmp_path, actor={"path": "m"}, teacher=None))
+    wanted = {"reward_normalization": True}
+    path = write(tmp_path, actor={"path": "m"}, recover={}, gconfig=wanted)
+    with pytest.raises(ConfigError, match="reward_norm"):
+        load_areal(PPOActorConfig, path)
+    with pytest.raises(ConfigError, match="reward_norm"):
+        load_areal(Job, path)
+    load_areal(RecoverConfig, path)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "weights"),
+    [
+        (None, (0.0, 1.0)),
+        ({"path": "t"}, (0.005, 1.0)),
+        ({"path": "t", "rl_loss_weight": 0.0, "distill_loss_weight": 2.0}, (2.0, 0.0)),
+    ],
+)
+def test_the_weights_of_a_teacher_are_keys_of_the_actor(
+    teacher: dict[str, Any] | None, weights: tuple[float, float], tmp_path: Path
+) -> None:
+    path = write(tmp_path, actor={"path": "m"}, teacher=teacher)
+    actor = load_areal(PPOActorConfig, path)
+    assert (actor.distill_loss_weight, actor.rl_loss_weight) == weights
+    if teacher is not None:
+        assert load_areal(PPOActorConfig, path, section="teacher").path == "t"
 
 
 def test_values_without_effect_of_keys_that_are_refused_are_accepted(
