@@ -32,7 +32,7 @@ CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 OPTIONS = ("dtype=float32", "lr=2e-3", "max_new_tokens=2", "epochs=10")
 SFT_STEPS = 30
 """Supervised steps of the student before a teacher takes over."""
-DISTILL_OPTIONS = ("lr=1e-3", "batch_size=25", "n_samples=8", "epochs=60", "freq_steps=5")
+DISTILL_OPTIONS = ("lr=1e-3", "batch_size=25", "n_samples=8", "epochs=80", "freq_steps=5")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 

@@ -105,9 +105,9 @@ def test_the_minimal_example_of_distillation_resumes_after_a_kill_with_its_teach
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_student_reaches_the_accuracy_of_its_teacher(tmp_path: Path) -> None:
-    before, teacher, student = teach(tmp_path, "freq_steps=3", steps=60)
+    before, teacher, student = teach(tmp_path, "freq_steps=3", steps=80)
     assert before < 0.9 < teacher
-    assert student > teacher - 0.03
+    assert student > teacher - 0.05
 
 
 def test_the_minimal_examples_are_short_and_import_nothing_from_other_examples() -> None:
