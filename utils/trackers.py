@@ -137,7 +137,8 @@ class _Trackio:
 
 class _Prometheus:
     """Gauges for a Prometheus server to scrape, at ``http://127.0.0.1:9464/metrics`` or the
-    ``host:port`` in ``HOLDFAST_PROMETHEUS``. They have the values of the last step.
+    ``host:port`` in ``HOLDFAST_PROMETHEUS``. They have the last value of each
+    name.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -162,7 +163,7 @@ class _Prometheus:
         for name, value in {"step": step, **values}.items():
             metric = "holdfast_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             if metric not in self._gauges:
-                about = f"{name} of the last step"
+                about = f"{name}, its last value"
                 gauge = Gauge(metric, about, ["run"], registry=self._registry)
                 self._gauges[metric] = gauge.labels(self._run_name)
             self._gauges[metric].set(value)
@@ -175,7 +176,7 @@ class _Prometheus:
 def _prometheus_address() -> tuple[str, int]:
     address = os.environ.get(PROMETHEUS_ADDRESS, "127.0.0.1:9464")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{PROMETHEUS_ADDRESS} is {address!r}; expected host:port")
     return host.strip("[]"), int(port)
 

@@ -383,11 +383,12 @@ def find_prompts(batch: Batch, lengths: Sequence[int]) -> Prompts:
     families: dict[bytes, int] = {}
     beginnings = []
     for row, first_loss in enumerate(first_losses):
-        # The last prompt token is not shared.
+        # The last prompt token is not shared, because it predicts the first token of each answer.
         n_tokens = max(first_loss - 1, 0)
         family = row
         if n_tokens:
-            memory = memory_of(bytes_of(ids[row, :n_tokens]))
+            # The last prompt token is compared, too: the shared part predicts it.
+            memory = memory_of(bytes_of(ids[row, :first_loss]))
             content = bytes(memory)
             family = families.setdefault(content, row)
         beginnings.append(Beginning(family, n_tokens))

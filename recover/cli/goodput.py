@@ -89,6 +89,7 @@ class _Account:
         self._cursor: float | None = None
         self._steps: list[_Step] = []  # that count so far
         self._asked_at: float | None = None  # when a supervisor began the next attempt
+        self._began_at: float | None = None  # when the next attempt began
         self._training = False  # whether an attempt has loaded and has not ended
 
     def add(self, event: Event) -> None:
@@ -109,8 +110,11 @@ class _Account:
                 self._training = False
             case "loss" | "failed" if not self._training:
                 # The start of an attempt that did not get as far as its first step.
+                if self._began_at is not None:
+                    self._spend("down", self._began_at)
                 self._spend("processes", time)
                 self._asked_at = None
+                self._began_at = None
             case "loss":
                 self._spend("down", time)
                 self._training = False
@@ -118,6 +122,8 @@ class _Account:
     def _begin_attempt(self, time: float, supervised: bool) -> None:
         # Time up to here is spent when `start` says when the process began.
         self._training = False
+        if self._began_at is None:
+            self._began_at = time
         if supervised:
             self._asked_at = time
         if self._cursor is None and supervised:
@@ -140,6 +146,7 @@ class _Account:
         self._spend("processes", load_at)
         self._spend("load", time)
         self._asked_at = None
+        self._began_at = None
         self._training = True
         self.spent.n_attempts += 1
 

@@ -111,7 +111,8 @@ def test_prompts_are_found_by_the_tokens_before_the_first_loss_token() -> None:
     batch = grouped_batch([(4, (2, 3)), (4, (2, 2))])
     ids, loss = batch["input_ids"], batch["loss_mask"]
     ids[3, :4] = ids[0, :4]  # a sibling in another group
-    ids[2, 1] = ids[0, 1] + 1  # a prompt that differs in one token
+    ids[2, :3] = ids[0, :3]
+    ids[2, 3] = ids[0, 3] + 1  # a prompt that differs in its last token, which the others predict
     assert [each.family for each in prompts_of(batch).beginnings] == [0, 0, 2, 0]
     loss[1] = 0  # an answer without a loss, whose prompt is not known
     loss[3, 3] = 1  # a longer answer

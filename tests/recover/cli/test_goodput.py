@@ -158,7 +158,8 @@ def test_an_attempt_that_never_loads_and_lost_lines_leave_no_time_out() -> None:
         _event(160, "end", how="exited"),
     ]
     assert _seconds(events) == {
-        "processes": 9 + 10,
+        "down": 1,
+        "processes": 9 + 9,
         "load": 1,
         "steps": 10 + 20,
         "ending": 10,
