@@ -96,6 +96,7 @@ def teach(folder: Path, *options: str, steps: int) -> tuple[float, float, float]
     return accuracy(folder / "model"), accuracy(teacher), accuracy(folder / "runs" / "model")
 
 
+@pytest.mark.slow
 def test_the_minimal_example_of_distillation_resumes_after_a_kill_with_its_teacher(
     tmp_path: Path,
 ) -> None:
