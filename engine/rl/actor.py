@@ -27,11 +27,12 @@ from .kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_stats
 from .losses import aggregate, count_losses, with_loss_weights
 from .off_policy import approximation_errors, behave_weights, interpolate_prox_logp, prox_alpha
 from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
-from .teacher import KnownTeacher, Teacher, distill_advantages
+from .teacher import EngineTeacher, KnownTeacher, Teacher, distill_advantages
 from .update import (
     INPUTS,
     TokenStats,
     all_ranks_accept,
+    count_ranks,
     loss_mask_of,
     mean_over_ranks,
     require_per_token,
@@ -83,7 +84,8 @@ class PPOActor:
             it.
 
     Raises:
-        ConfigError: there is a teacher, but ``distill_loss_weight`` is 0.
+        ConfigError: there is a teacher, but ``distill_loss_weight`` is 0, or the teacher's ranks
+            share data that the student's do not.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class PPOActor:
                     "there is a teacher, but config key 'distill_loss_weight' is 0, so that it "
                     "would teach nothing; set that, or leave the teacher out"
                 )
+            if isinstance(teacher, EngineTeacher):
+                teacher.check_student(engine)
             known = KnownTeacher(teacher.identity(), config.allow_other_teacher)
             engine.register_state("teacher", known)
 
@@ -201,8 +205,12 @@ class PPOActor:
         """The teacher's advantage of each token, before its weight. Adds ``teacher_logp`` to the
         batch.
         """
-        if "teacher_logp" not in batch and self.teacher is not None:
-            batch["teacher_logp"] = self.teacher.compute_logp(batch, self.config.temperature)
+        if self.teacher is not None:
+            # All ranks ask the teacher if one has to. The others keep what they have.
+            n_without = count_ranks(self.engine, "teacher_logp" not in batch)
+            if n_without:
+                teacher_logp = self.teacher.compute_logp(batch, self.config.temperature)
+                batch.setdefault("teacher_logp", teacher_logp)
         loss_mask = batch["loss_mask"].bool()
         sampled = self._sampled(batch)
         with all_ranks_accept(self.engine):

@@ -5,21 +5,37 @@ asks it in `compute_advantages` and saves its identity with the engine, so that 
 with another teacher unnoticed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...utils.distributed import all_ranks_succeed, gather_objects, rank_zero_decides
-from ...utils.errors import BatchError, CheckpointMismatchError, ConfigError, ServerError
+from ...utils.distributed import (
+    all_ranks_succeed_slowly,
+    gather_objects,
+    get_world_size,
+    rank_zero_decides,
+)
+from ...utils.errors import (
+    BatchError,
+    CheckpointMismatchError,
+    ConfigError,
+    ServerError,
+    SlowServerError,
+)
 from ...utils.logging import get_logger
-from ..api import Batch
+from ..api import Batch, TrainEngine
 from ..dcp.base_model import base_fingerprint, sample_base
+from ..memory.offloaded import MODEL, with_host_copies
+from ..memory.tensors import by_clean_name
 from ..servers.api import ScoringServer
 from ..training.batch import IMAGES
 from ..training.logprobs import token_logprobs
+from .update import loss_mask_of
 
 logger = get_logger(__name__)
 
@@ -49,17 +65,33 @@ class EngineTeacher:
         engine.initialize(None, spec)
         actor = PPOActor(config, student, EngineTeacher(engine))
 
-    It needs the vocabulary of the student. Its identity is the bits of its weights, whatever the
-    world size.
+    It needs the vocabulary of the student. Its ranks may share data only if they do in the student,
+    too (see `check_student`). Its identity is the bits of its weights, whatever the world size.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
+    def check_student(self, student: TrainEngine) -> None:
+        """Raise ConfigError if ranks with the same data in the teacher have different data in the
+        student.
+        """
+        world_size = get_world_size()
+        own = world_size // self.engine.data_parallel_world_size
+        of_student = world_size // student.data_parallel_world_size
+        if of_student % own:
+            raise ConfigError(
+                f"{own} ranks of the teacher share their data, and {of_student} of the student; "
+                "the first must divide the second. Set config key 'backend' of the teacher to "
+                f"'fsdp:d{world_size}', which shards it over the same ranks"
+            )
+
     def identity(self) -> dict[str, str]:
         """See `Teacher`."""
-        # Each rank has the fingerprint of its part.
-        parameters = dict(self.engine.model.named_parameters())
+        # Each rank has the fingerprint of its part. Offloaded parameters are in host memory.
+        model = self.engine.model
+        named = by_clean_name(model.named_parameters())
+        parameters = with_host_copies(model, named, MODEL)
         share = sample_base(parameters)
         shares = gather_objects(share, self.engine.control_group)
         return {
@@ -84,8 +116,8 @@ class ServerTeacher:
         teacher = ServerTeacher([VLLMServer("http://10.0.0.7:8000")], student)
         actor = PPOActor(config, student, teacher)
 
-    Rows are spread over the servers, and a row whose server fails goes to the next one. The
-    identity is the name of their model.
+    Rows are spread over the servers, and a row whose server fails goes to the next one. A server
+    that does not answer is left out until the next batch. The identity is the name of their model.
 
     Args:
         servers: at least one. They are told of no weights.
@@ -111,6 +143,7 @@ class ServerTeacher:
             )
         self.servers = list(servers)
         self.engine = engine
+        self._model: str | None = None
 
     def identity(self) -> dict[str, str]:
         """See `Teacher`.
@@ -131,25 +164,33 @@ class ServerTeacher:
                 "fingerprint": f"served as {name}",
             }
 
-        return rank_zero_decides(ask, self.engine.control_group)
+        identity = rank_zero_decides(ask, self.engine.control_group)
+        self._model = identity["model"]
+        return identity
 
     def compute_logp(self, batch: Batch, temperature: float) -> Tensor:
-        """See `Teacher`.
+        """See `Teacher`. Rows without a loss token get 0.
 
         Raises:
             BatchError: the batch has images.
+            ConfigError: a server serves another model than before.
             PromptError: a row does not fit the context or the vocabulary of the servers.
             ServerError: every server failed for a row.
             PeerError: another rank failed.
         """
-        if IMAGES in batch:
-            raise BatchError(
-                f"the batch has {IMAGES!r}, but servers score text alone; take an EngineTeacher"
-            )
         scored: Tensor | None = None
-        with all_ranks_succeed("asking the teacher", self.engine.control_group):
+
+        def score() -> None:
+            nonlocal scored
+            if IMAGES in batch:
+                raise BatchError(
+                    f"the batch has {IMAGES!r}, but servers score text alone; take an EngineTeacher"
+                )
             if self.engine.is_data_parallel_head():
                 scored = self._score(batch)
+
+        # Servers may take longer than the timeout of the group.
+        all_ranks_succeed_slowly("asking the teacher", score, self.engine.control_group)
 
         # Ranks with the same data must train on the same numbers, and a server may not repeat them.
         peers = self.engine.context_and_model_parallel_group
@@ -159,43 +200,74 @@ class ServerTeacher:
         return scored.to(batch["input_ids"].device)
 
     def _score(self, batch: Batch) -> Tensor:
-        # Servers get rows without padding.
+        # Servers get rows without padding, and only those with a loss token.
         attended = batch["attention_mask"].bool().cpu()
         input_ids = batch["input_ids"].cpu()
-        rows = []
-        for ids, mask in zip(input_ids, attended, strict=True):
-            rows.append(ids[mask].tolist())
+        numbers = loss_mask_of(batch).any(1).nonzero().flatten().tolist()
+        rows = [input_ids[row][attended[row]].tolist() for row in numbers]
 
         result = torch.zeros(attended.shape)
         n_threads = _REQUESTS_PER_SERVER * len(self.servers)
         with ThreadPoolExecutor(n_threads, "teacher") as threads:
-            numbers = range(len(rows))
-            answers = threads.map(self._score_row, numbers, rows)
-            for row, logprobs in enumerate(answers):
+            usable = _UsableServers(self.servers)
+            list(threads.map(self._check_model, self.servers, repeat(usable)))
+            answers = threads.map(usable.score, numbers, rows)
+            for row, logprobs in zip(numbers, answers, strict=True):
                 # The first token has no log-probability.
                 scores = torch.tensor([0.0, *logprobs])
                 result[row, attended[row]] = scores
         return result
 
-    def _score_row(
-        self,
-        row: int,
-        ids: list[int],
-    ) -> list[float]:
-        failure: ServerError | None = None
-        for server in self._in_turn(row):
+    def _check_model(self, server: ScoringServer, usable: "_UsableServers") -> None:
+        # The server may have been restarted.
+        try:
+            model = server.served_model()
+        except ServerError as error:
+            usable.leave_out(server, error)
+            return
+        if self._model is not None and model != self._model:
+            raise ConfigError(
+                f"{server.name} serves {model}, but the teacher is {self._model}; start the "
+                "server with that model"
+            )
+
+
+class _UsableServers:
+    """The servers that score a batch, without those that did not answer."""
+
+    def __init__(self, servers: Sequence[ScoringServer]) -> None:
+        self._servers = list(servers)
+        self._lock = Lock()  # rows are scored at the same time
+        self._failure: ServerError | None = None  # the last
+
+    def leave_out(self, server: ScoringServer, error: ServerError) -> None:
+        """Ask a server no more."""
+        with self._lock:
+            self._failure = error
+            if server in self._servers:
+                self._servers.remove(server)
+                logger.warning("%s is left out until the next batch: %s", server.name, error)
+
+    def score(self, row: int, ids: list[int]) -> list[float]:
+        """`ScoringServer.prompt_logprobs` of the first server that succeeds, or its last error."""
+        servers = list(self._servers)
+        first = row % max(1, len(servers))
+        failure = self._failure
+        for server in servers[first:] + servers[:first]:
+            # Another row may have found out that it does not answer.
+            if server not in self._servers:
+                continue
             try:
                 return server.prompt_logprobs(ids)
+            except SlowServerError as error:
+                self.leave_out(server, error)
+                failure = error
             except ServerError as error:
                 logger.warning("row %d goes to the next server of the teacher: %s", row, error)
                 failure = error
+        failure = failure or self._failure
         assert failure is not None
         raise failure
-
-    def _in_turn(self, row: int) -> Iterator[ScoringServer]:
-        n_servers = len(self.servers)
-        for place in range(n_servers):
-            yield self.servers[(row + place) % n_servers]
 
 
 class KnownTeacher:

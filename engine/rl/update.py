@@ -71,20 +71,23 @@ def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
     except BatchError as caught:
         error = caught
 
-    # Ranks with the same data count as one below, although they may have been given other batches.
-    refuses = error is not None
-    peers = getattr(engine, "context_and_model_parallel_group", None)
-    if peers is not None:
-        refuses = any_rank(refuses, peers)
-
-    stats = engine.all_reduce_stats({"refused": float(refuses)})
-    refused = stats["refused"]
+    refused = count_ranks(engine, error is not None)
     if error is not None:
         raise error
     if refused:
         raise BatchError(
             f"{refused:.0f} other rank(s) refused their share of the batch; their errors say why"
         )
+
+
+def count_ranks(engine: TrainEngine, flag: bool) -> float:
+    """Number of ranks with the flag, the same on every rank. Ranks with the same data count as one,
+    although they may have been given other batches.
+    """
+    peers = getattr(engine, "context_and_model_parallel_group", None)
+    if peers is not None:
+        flag = any_rank(flag, peers)
+    return engine.all_reduce_stats({"flag": float(flag)})["flag"]
 
 
 INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES)

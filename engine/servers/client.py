@@ -770,6 +770,8 @@ class ServerClient(ServerCalls):
         """Name of the model that the server was started with, or raise ServerError."""
         with self._calls(", asked for its model", self.status_timeout_s, ServerError) as calls:
             names, _ = self._model_names(calls)
+            if not names:
+                raise calls.refuse("it lists no model at /v1/models; expected the one it serves")
             return names[0]
 
     def prompt_logprobs(self, input_ids: Sequence[int]) -> list[float]:
@@ -780,10 +782,18 @@ class ServerClient(ServerCalls):
             ServerError: the server could not be reached, or failed.
         """
         with self._calls(", asked for scores", self.generation_timeout_s, ServerError) as calls:
-            if self._limits is None:
-                self._limits = stated_limits(self._models(calls), self._vocab_size, self._kept_free)
-            self._limits.fit(ModelRequest(input_ids), self.name)
+            request = ModelRequest(input_ids)
+            try:
+                limits = self._limits or self._read_limits(calls)
+                limits.fit(request, self.name)
+            except PromptError:  # as in `_fitting`
+                self._read_limits(calls).fit(request, self.name)
             return self._prompt_logprobs(calls, input_ids)
+
+    def _read_limits(self, calls: Calls) -> PromptLimits:
+        limits = stated_limits(self._models(calls), self._vocab_size, self._kept_free)
+        self._limits = limits
+        return limits
 
     def _loaded_adapters(self, calls: Calls) -> list[str]:
         _, adapters = self._model_names(calls)

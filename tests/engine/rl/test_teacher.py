@@ -2,8 +2,11 @@
 a restart.
 """
 
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +23,18 @@ from holdfast.engine.rl import (
     PPOActorConfig,
     ServerTeacher,
 )
+from holdfast.engine.rl import teacher as teacher_module
 from holdfast.engine.servers import SGLangServer, VLLMServer
+from holdfast.utils import distributed
 from holdfast.utils.errors import (
     BatchError,
     CheckpointMismatchError,
     ConfigError,
+    NoServerError,
     PeerError,
     PromptError,
     ServerError,
+    SlowServerError,
 )
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.engine.servers.fakes import FakeServer
@@ -159,6 +166,21 @@ def test_the_fingerprint_of_a_teacher_depends_on_its_weights_and_not_on_the_rank
     assert alone["fingerprint"] != other["fingerprint"]
 
 
+def _offloaded(rank: int, world_size: int, path: str) -> list[dict[str, str]]:
+    engine = start(config_of(path, optimizer=None))
+    teacher = EngineTeacher(engine)
+    before = teacher.identity()
+    engine.offload()
+    found = [before, teacher.identity()]
+    engine.destroy()
+    return found
+
+
+def test_an_offloaded_teacher_has_the_same_identity(models: tuple[str, str]) -> None:
+    for before, offloaded in run_ranks(_offloaded, 2, models[1]):
+        assert offloaded == before
+
+
 def _by_servers(rank: int, world_size: int, path: str, kind: str, urls: list[str]) -> Tensor | str:
     config = config_of(path, rl_loss_weight=0.0, distill_loss_weight=1.0)
     engine = start(config)
@@ -206,6 +228,139 @@ def test_a_teacher_without_any_server_left_ends_the_step_on_all_ranks_with_its_e
     assert str(second).startswith("PeerError: asking the teacher")
 
 
+@dataclass(eq=False)
+class Scorer:
+    """A server of a teacher in this process. It gives every token -1."""
+
+    name: str = "scorer"
+    model: str = "teacher"
+    takes_s: float = 0.0
+    is_gone: bool = False
+    hangs: bool = False
+    n_asked: int = 0
+
+    def served_model(self) -> str:
+        if self.is_gone:
+            raise NoServerError(f"{self.name} is gone")
+        return self.model
+
+    def prompt_logprobs(self, input_ids: Sequence[int]) -> list[float]:
+        self.n_asked += 1
+        time.sleep(self.takes_s)
+        if self.hangs:
+            raise SlowServerError(f"{self.name} hangs")
+        return [-1.0] * (len(input_ids) - 1)
+
+
+def student_of(group: Any = None) -> Any:
+    """The parts of an engine that a teacher on servers needs. Each rank has its own data."""
+    return SimpleNamespace(
+        config=SimpleNamespace(temperature=1.0),
+        control_group=group,
+        context_and_model_parallel_group=None,
+        is_data_parallel_head=lambda: True,
+    )
+
+
+def _one_is_slow(rank: int, world_size: int) -> float:
+    distributed.WORD_EVERY_S = 0.1
+    student = student_of(distributed.new_background_group(None, timeout_s=2.0))
+    teacher = ServerTeacher([Scorer(takes_s=3.0 if rank else 0.0)], student)
+    return teacher.compute_logp(whole_batch(), 1.0).sum().item()
+
+
+def test_servers_may_take_longer_than_the_timeout_of_the_ranks() -> None:
+    n_scored = sum(LENGTHS) - len(LENGTHS)
+    assert run_ranks(_one_is_slow, 2) == [-n_scored, -n_scored]
+
+
+def test_a_server_that_does_not_answer_is_left_out_until_the_next_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(teacher_module, "_REQUESTS_PER_SERVER", 1)
+    gone = Scorer("gone", is_gone=True)
+    hung = Scorer("hung", hangs=True)
+    good = Scorer("good", takes_s=0.1)
+    teacher = ServerTeacher([hung, good, gone], student_of())
+    rows = 4 * len(LENGTHS)
+    batch = {key: value.repeat(4, 1) for key, value in whole_batch().items() if value.dim() == 2}
+    teacher.compute_logp(batch, 1.0)
+    assert gone.n_asked == 0
+    assert 1 <= hung.n_asked <= 3, "each thread asks it once at most"
+    assert good.n_asked == rows
+
+    # They are asked again for the next batch, and then all of them fail.
+    gone.is_gone = False
+    hung.hangs = False
+    teacher.compute_logp(batch, 1.0)
+    assert min(gone.n_asked, hung.n_asked) > 3
+    for server in (gone, hung, good):
+        server.hangs = True
+    with pytest.raises(SlowServerError, match=r"hangs"):
+        teacher.compute_logp(batch, 1.0)
+    for server in (gone, hung, good):
+        server.is_gone = True
+    with pytest.raises(NoServerError, match="is gone"):
+        teacher.compute_logp(batch, 1.0)
+
+
+def test_a_server_that_was_restarted_with_another_model_is_refused() -> None:
+    servers = [Scorer("one"), Scorer("two")]
+    teacher = ServerTeacher(servers, student_of())
+    teacher.identity()
+    servers[1].model = "another"
+    with pytest.raises(ConfigError, match="two serves another, but the teacher is teacher"):
+        teacher.compute_logp(whole_batch(), 1.0)
+
+
+def test_rows_without_a_loss_token_are_not_scored() -> None:
+    server = Scorer()
+    batch = whole_batch()
+    batch["loss_mask"][0] = False  # the longest, too long for the server perhaps
+    scored = ServerTeacher([server], student_of()).compute_logp(batch, 1.0)
+    assert server.n_asked == len(LENGTHS) - 1
+    assert scored[0].tolist() == [0.0] * max(LENGTHS)
+    assert scored.sum() == -sum(length - 1 for length in LENGTHS[1:])
+
+
+def _with_images(rank: int, world_size: int) -> str:
+    teacher = ServerTeacher([Scorer()], student_of())
+    batch: dict[str, Any] = whole_batch()
+    if rank:
+        batch["multi_modal_input"] = [{}] * len(LENGTHS)
+    try:
+        teacher.compute_logp(batch, 1.0)
+    except (BatchError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "scored"
+
+
+def test_images_on_one_rank_end_the_scoring_on_all() -> None:
+    first, second = run_ranks(_with_images, 2)
+    assert first.startswith("PeerError: asking the teacher")
+    assert "servers score text alone" in second
+
+
+def _first_has_scores(rank: int, world_size: int, paths: tuple[str, str]) -> Tensor:
+    config = config_of(paths[0])
+    teacher = EngineTeacher(start(config_of(paths[1], optimizer=None)))
+    engine = start(config)
+    actor = PPOActor(config, engine, teacher)
+    batch = rows_of(whole_batch(), rank, world_size)
+    if rank == 0:
+        batch["teacher_logp"] = torch.full(batch["logprobs"].shape, -2.0)
+    advantages = actor.compute_advantages(batch)
+    engine.destroy()
+    return advantages["teacher_logp"]
+
+
+def test_scores_that_one_rank_has_already_are_kept(models: tuple[str, str]) -> None:
+    first, second = run_ranks(_first_has_scores, 2, models)
+    assert (first == -2.0).all()
+    expected = rows_of({"scores": logprobs_of(models[1], whole_batch())}, 1, 2)["scores"]
+    torch.testing.assert_close(second, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_settings_without_an_effect_are_refused(models: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"'rl_loss_weight' is 0\.5, but 'distill_loss_weight'"):
         config_of(models[0], distill_loss_weight=0.0, rl_loss_weight=0.5)
@@ -213,6 +368,28 @@ def test_settings_without_an_effect_are_refused(models: tuple[str, str]) -> None
     assert "'distill_loss_weight' is 0, so that it would teach nothing" in of_teacher
     assert "the batch has no 'teacher_logp'; distill_loss_weight is not 0" in of_batch
     assert "'temperature' is 0.8, but servers score tokens at temperature 1" in of_server
+
+
+def _of_backends(rank: int, world_size: int, paths: tuple[str, str], of_teacher: str) -> str:
+    config = config_of(paths[0])
+    teacher = EngineTeacher(start(config_of(paths[1], optimizer=None, backend=of_teacher)))
+    engine = start(config)
+    try:
+        PPOActor(config, engine, teacher)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "taken"
+
+
+def test_a_teacher_whose_ranks_share_more_data_than_the_student_s_is_refused(
+    models: tuple[str, str],
+) -> None:
+    for said in run_ranks(_of_backends, 2, models, "fsdp:c2"):
+        assert said.startswith("2 ranks of the teacher share their data, and 1 of the student")
+        assert "'backend' of the teacher to 'fsdp:d2'" in said
+    assert run_ranks(_of_backends, 2, models, "fsdp:d2") == ["taken"] * 2
 
 
 def _refusals(rank: int, world_size: int, paths: tuple[str, str]) -> list[str]:

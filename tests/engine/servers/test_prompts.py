@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from holdfast.engine.rollouts import RLVRWorkflow
 from holdfast.engine.servers import SGLangServer, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest
 from holdfast.engine.servers.completions import PromptLimits, stated_limits
-from holdfast.utils.errors import PromptError, RolloutError, UnreachableServerError
+from holdfast.utils.errors import PromptError, RolloutError, ServerError, UnreachableServerError
 from tests.engine.rollouts.servers import make_executor, make_loader
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed, publish_model, tiny_model
+from tests.engine.servers.gateway import Gateway
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
@@ -124,6 +126,28 @@ def test_limits_are_asked_for_once_and_again_when_a_prompt_breaks_them(tmp_path:
         small.kill()
         with pytest.raises(UnreachableServerError):
             asyncio.run(VLLMServer(small.url).agenerate(request([1])))
+
+
+def test_a_server_that_was_restarted_with_a_longer_context_scores_longer_texts(
+    tmp_path: Path,
+) -> None:
+    with FakeServer("vllm", tmp_path, max_model_len=8) as fake:
+        server = VLLMServer(fake.url)
+        assert len(server.prompt_logprobs([1] * 7)) == 6
+        with pytest.raises(PromptError):
+            server.prompt_logprobs([1] * 8)
+        fake._options["max_model_len"] = 9
+        fake.restart()
+        assert len(server.prompt_logprobs([1] * 8)) == 7
+
+
+def test_a_server_that_lists_no_model_is_refused_in_words() -> None:
+    async def no_model(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": []})
+
+    expected = pytest.raises(ServerError, match="it lists no model at /v1/models")
+    with Gateway(answer=no_model) as gateway, expected:
+        VLLMServer(gateway.url).served_model()
 
 
 def test_a_server_that_does_not_state_its_limits_is_asked_all_the_same(
