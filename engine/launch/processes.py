@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 
 _STEP_S = 0.2
 _LEFTOVERS_S = 10.0
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -54,7 +55,7 @@ class ServerProcesses:
             ``<host>.json``.
         gpus: devices for all servers, ``"2,3"``. Each gets ``tensor_parallel_size`` of them. None:
             all servers see what this process sees.
-        host: address that the servers listen on.
+        host: address that the servers listen on, and in their URLs.
         published: folder of published weights, of which this host gets a mirror for its servers.
         min_servers: the run ends if fewer servers are not failed.
         limits: when a server is restarted and given up.
@@ -76,8 +77,14 @@ class ServerProcesses:
     ) -> None:
         require_range("count", count, low=1)
         require_range("min_servers", min_servers, low=1, high=count)
+        if host in _ANY_ADDRESS:
+            raise ConfigError(
+                f"host is {host!r}, which makes a URL that other hosts cannot use; give the "
+                "address of this host that the trainers reach"
+            )
         self._spec = spec
         self._min_servers = min_servers
+        self._limits = limits
         self._folder = Path(folder).absolute()
         self._host_name = socket.gethostname()
 
@@ -99,7 +106,9 @@ class ServerProcesses:
         self._all_were_up = False
         self._problem: HoldfastError | None = None
         self._hold = False
+        self._stepping = threading.Lock()
         self._closed = threading.Event()
+        self._ended = False  # after `_closed`, once nothing runs
         self._keeper: threading.Thread | None = None
 
     def start(self) -> None:
@@ -188,8 +197,13 @@ class ServerProcesses:
         }
 
     def hold(self, on: bool) -> None:
-        """See `ServerSource`."""
-        self._hold = on
+        """See `ServerSource`. With ``on``, return once no server is starting."""
+        with self._stepping:
+            self._hold = on
+        while on and not self._closed.is_set():
+            if not any(server.state is ProcessState.STARTING for server in self._servers):
+                return
+            time.sleep(_STEP_S)
 
     # For people and tests
 
@@ -219,31 +233,37 @@ class ServerProcesses:
     # The keeper
 
     def _keep(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            logger.exception("the servers are not watched any more, and end")
+            self._give_up(RolloutError(f"the servers could not be watched: {error!r}"))
+        finally:
+            guards = [process.take_guard() for process in self._processes]
+            running = [guard for guard in guards if guard is not None]
+            end_guarded(*running, timeout_s=self._limits.end_timeout_s)
+            self._ended = True
+            self._try_to_write_record()
+
+    def _watch(self) -> None:
         written = time.monotonic()
         while not self._closed.wait(_STEP_S):
-            changed = False
             for process in self._processes:
                 if self._closed.is_set():
-                    break
+                    return
                 try:
-                    changed |= process.step(self._hold)
+                    with self._stepping:
+                        changed = process.step(self._hold)
                 except OSError as error:
-                    self._give_up(
-                        ConfigError(
-                            f"{process.name} cannot be started: {error}; name the Python of an "
-                            "environment with vLLM or SGLang, or the servers' URLs"
-                        )
-                    )
+                    changed = True
+                    self._note_no_start(process, error)
                 self._judge()
-            if changed or time.monotonic() - written > BEAT_S:
-                written = time.monotonic()
-                self._read_suspects()
-                self._try_to_write_record()
 
-        # The end of all of them.
-        guards = [process.take_guard() for process in self._processes]
-        end_guarded(*(guard for guard in guards if guard is not None))
-        self._try_to_write_record()
+                # After each step, because one may take many seconds.
+                if changed or time.monotonic() - written > BEAT_S:
+                    written = time.monotonic()
+                    self._read_suspects()
+                    self._try_to_write_record()
 
     def _judge(self) -> None:
         """Note whether the run can go on."""
@@ -271,6 +291,15 @@ class ServerProcesses:
                     f"{described}"
                 )
             )
+
+    def _note_no_start(self, process: WatchedProcess, error: OSError) -> None:
+        problem = f"it cannot be started: {error}"
+        if self._all_were_up:  # the host may recover
+            process.note_end(problem)
+            return
+        if isinstance(error, FileNotFoundError):
+            problem += f"; {process.if_missing}"
+        self._give_up(ConfigError(f"{process.name}: {problem}"))
 
     def _give_up(self, problem: HoldfastError) -> None:
         """End all servers. Whoever asks for them gets the error."""
@@ -306,7 +335,7 @@ class ServerProcesses:
             {
                 "boot_id": _boot_id(),
                 "keeper": [keeper.pid, keeper.started],
-                "closed": self._closed.is_set(),
+                "closed": self._ended,
                 "beat": time.time(),
                 "servers": [self._entry(server) for server in self._servers],
                 "groups": [

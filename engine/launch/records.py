@@ -7,6 +7,7 @@ a while is that of a keeper that is gone.
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def suspect_file(folder: Path, host: str, server: str) -> Path:
     return folder / f"{host}.{server}{_SUSPECTS}"
 
 
-def log_tail(log: Path | None) -> str:
-    """The last lines of a log. Empty if it cannot be read."""
+def log_tail(log: Path | None, keys: Iterable[str] = ()) -> str:
+    """The last lines of a log, with ``***`` for ``keys``. Empty if it cannot be read."""
     if log is None:
         return ""
     try:
@@ -72,4 +73,6 @@ def log_tail(log: Path | None) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
+    for key in keys:
+        text = text.replace(key, "***")
     return "\n".join(text.splitlines()[-_LOG_LINES:])

@@ -40,6 +40,7 @@ class ServerFolder:
         # Of each host, the last beat and the time at which it was seen first. The clocks of two
         # hosts are not compared.
         self._beats: dict[str, tuple[float, float]] = {}
+        self._records: dict[str, Record] = {}
         self._clients: dict[str, ServerClient] = {}
         self._absent: list[ServerReport] = []
         self._restarts = 0
@@ -49,23 +50,33 @@ class ServerFolder:
         """See `ServerSource`. Servers may appear later, so missing ones are no error.
 
         Raises:
-            ConfigError: a file names a server that this version does not know.
+            ConfigError: a file has another format, or names a server that this version does not
+                know.
+            OSError: the folder cannot be read.
         """
         found: dict[str, ServerClient] = {}
         absent: list[ServerReport] = []
         restarts = 0
         started_in_s = 0.0
-        for host, record in read_records(self._folder).items():
-            alive = self._beats_on(host, record["beat"]) and not record["closed"]
-            for server in record["servers"]:
-                restarts += server["restarts"]
-                started_in_s = max(started_in_s, server["started_in_s"])
-                if alive and server["state"] == "up":
-                    client = self._client(server)
-                    found[server["served_name"]] = client
-                    self._report_timeouts(host, server["name"], client)
-                else:
-                    absent.append(_absent_report(host, server, alive))
+        # A file that cannot be read for a while counts as one without a new beat.
+        self._records |= read_records(self._folder)
+        for host, record in self._records.items():
+            try:
+                alive = self._beats_on(host, record["beat"]) and not record["closed"]
+                for server in record["servers"]:
+                    restarts += server["restarts"]
+                    started_in_s = max(started_in_s, server["started_in_s"])
+                    if alive and server["state"] == "up":
+                        client = self._client(server)
+                        found[server["served_name"]] = client
+                        self._report_timeouts(host, server["name"], client)
+                    else:
+                        absent.append(_absent_report(host, server, alive))
+            except (KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"the record of host {host} in {self._folder} has another format "
+                    f"({type(error).__name__}: {error}). Does another version of Holdfast keep it?"
+                ) from error
 
         # The same server keeps its client, which knows what it has loaded.
         self._clients = found

@@ -18,6 +18,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
+from typing import ClassVar
 
 from ...utils.config import require_range
 from ...utils.errors import ServerError
@@ -73,6 +74,11 @@ class WatchLimits:
         for name in ("start_timeout_s", "restart_window_s", "hang_timeout_s", "stop_timeout_s"):
             require_range(name, getattr(self, name), low=0.01)
 
+    @property
+    def end_timeout_s(self) -> float:
+        """Time for a guard to end them."""
+        return self.stop_timeout_s + _KILL_S
+
 
 class ProcessState(StrEnum):
     """State of a program."""
@@ -102,7 +108,10 @@ class WatchedProcess(ABC):
         log: log file of the current start.
         guard: its guard. None if nothing runs.
         guard_started: start time of its guard, by which a later job knows the process.
+        if_missing: what to do if there is no such program.
     """
+
+    if_missing: ClassVar[str]
 
     def __init__(self, name: str, logs: Path, host: str, limits: WatchLimits) -> None:
         self.name = name
@@ -122,11 +131,12 @@ class WatchedProcess(ABC):
         self._began = 0.0
         self._start_at = 0.0
         self._ends: deque[float] = deque(maxlen=limits.max_restarts + 1)
+        self._ended = 0  # how often it did, not counting ends because of `hold`
 
     def step(self, hold: bool) -> bool:
         """Start the program if it is time, or look at it. Returns whether its state has changed.
 
-        While ``hold``, nothing is started.
+        While ``hold``, nothing is started, and a program that is starting ends until later.
 
         Raises:
             OSError: the program cannot be started.
@@ -136,11 +146,34 @@ class WatchedProcess(ABC):
         if self.state is ProcessState.WAITING and now >= self._start_at and not hold:
             self._start()
             return True
+        if self.state is ProcessState.STARTING and hold:
+            self._end_guard()
+            self._note(ProcessState.WAITING, self.error)
+            return True
         if self.state in (ProcessState.STARTING, ProcessState.UP):
             problem = self._problem(now)
             if problem is not None:
-                self._note_end(problem)
+                self.note_end(problem)
         return self.state is not before
+
+    def note_end(self, problem: str) -> None:
+        """Note that the program has ended or was not started, end what is left of it, and decide
+        when it is started again.
+        """
+        started = self.state is ProcessState.STARTING
+        self._note(ProcessState.WAITING, problem)
+        self._end_guard()
+
+        now = time.monotonic()
+        self.lost_port = started and _PORT_TAKEN in self.log_tail()
+        self._ends.append(now)
+        self._ended += 1
+        recent = [end for end in self._ends if now - end <= self._limits.restart_window_s]
+        if len(recent) > self._limits.max_restarts:
+            self._note(ProcessState.FAILED, problem)
+            return
+        pause_s = min(2.0 ** (len(recent) - 1), _LONGEST_PAUSE_S)
+        self._start_at = now + pause_s
 
     def take_guard(self) -> Popen[bytes] | None:
         """Return the guard of the current start, for whoever ends it. The process is not watched
@@ -151,8 +184,8 @@ class WatchedProcess(ABC):
         return guard
 
     def log_tail(self) -> str:
-        """The last lines of the current log."""
-        return log_tail(self.log)
+        """The last lines of the current log, without keys."""
+        return log_tail(self.log, self._keys())
 
     def describe(self) -> str:
         """Name, state, last error and the end of the log."""
@@ -168,8 +201,7 @@ class WatchedProcess(ABC):
     def _start(self) -> None:
         port = _free_port(self._host)
         command, variables = self._program(port)
-        if self._ends:
-            self.restarts += 1
+        self.restarts = self._ended
 
         # Each start has a log of its own. A full disk must not stop the server.
         self.log = _new_log(self._logs, self.name)
@@ -198,23 +230,10 @@ class WatchedProcess(ABC):
             return f"it did not answer within {self._limits.start_timeout_s:g} s after its start"
         return None
 
-    def _note_end(self, problem: str) -> None:
-        """End what is left of the program, and decide when it is started again."""
-        started = self.state is ProcessState.STARTING
-        self._note(ProcessState.WAITING, problem)
+    def _end_guard(self) -> None:
         guard = self.take_guard()
         if guard is not None:
-            end_guarded(guard, timeout_s=self._limits.stop_timeout_s + _KILL_S)
-
-        now = time.monotonic()
-        self.lost_port = started and _PORT_TAKEN in self.log_tail()
-        self._ends.append(now)
-        recent = [end for end in self._ends if now - end <= self._limits.restart_window_s]
-        if len(recent) > self._limits.max_restarts:
-            self._note(ProcessState.FAILED, problem)
-            return
-        pause_s = min(2.0 ** (len(recent) - 1), _LONGEST_PAUSE_S)
-        self._start_at = now + pause_s
+            end_guarded(guard, timeout_s=self._limits.end_timeout_s)
 
     def _note(self, state: ProcessState, error: str | None) -> None:
         self.state = state
@@ -233,6 +252,10 @@ class WatchedProcess(ABC):
     def _answers(self) -> bool:
         """Whether it answers since its start."""
 
+    def _keys(self) -> tuple[str, ...]:
+        """Keys of the current start."""
+        return ()
+
     def _hang(self, now: float) -> str | None:
         """Why the running program does not work, or None."""
         return None
@@ -246,6 +269,8 @@ class WatchedServer(WatchedProcess):
         identity: what the server was started with.
         version: version of its weights, when it was asked last. None: unknown.
     """
+
+    if_missing = "name the Python of an environment with vLLM or SGLang, or the servers' URLs"
 
     def __init__(
         self,
@@ -283,6 +308,9 @@ class WatchedServer(WatchedProcess):
         mirror = None if self.mirror is None else self.mirror.url
         self.client = self._spec.client(f"http://{self._host}:{port}", self.identity, mirror)
         return self._spec.command(self._host, port, self.identity), variables
+
+    def _keys(self) -> tuple[str, ...]:
+        return (self.identity.key, self.identity.admin_key)
 
     def _answers(self) -> bool:
         assert self.client is not None
@@ -328,6 +356,8 @@ class WatchedServer(WatchedProcess):
 class WatchedMirror(WatchedProcess):
     """A ``holdfast-weights mirror`` for the servers of this host."""
 
+    if_missing = "install plugins/weights in the environment of the job"
+
     def __init__(self, published: Path, folder: Path, host: str, limits: WatchLimits) -> None:
         super().__init__("mirror", folder, host, limits)
         self._published = published
@@ -366,7 +396,7 @@ def _new_log(folder: Path, name: str) -> Path | None:
         for number in numbers[: 1 - _KEPT_LOGS]:
             (folder / f"{name}.{number}.log").unlink(missing_ok=True)
         log = folder / f"{name}.{max(numbers, default=0) + 1}.log"
-        log.touch()
+        log.touch(0o600)  # a server may log its keys
     except (OSError, ValueError) as error:
         logger.warning("%s runs without a log: %s", name, error)
         return None

@@ -276,7 +276,9 @@ class ServerSource(Protocol[S_co]):
         ...
 
     def hold(self, on: bool) -> None:
-        """Start no server while something else has the memory of its GPUs."""
+        """Start no server while something else has the memory of its GPUs. One that is starting
+        ends, and is started again afterwards.
+        """
         ...
 
 

@@ -111,6 +111,7 @@ class ServerFleet(Generic[S]):
         self._following = Lock()
         self._followed: list[S] = []  # what the source had last
         self._lost: HoldfastError | None = None
+        self._unread = False
         self._server_wait_s = server_wait_s
         if isinstance(servers, ServerSource):
             self._source = servers
@@ -294,17 +295,22 @@ class ServerFleet(Generic[S]):
 
         Raises:
             ConfigError: a server cannot sleep, or level 2 would drop the base model of adapters.
+            RolloutError: too few servers of the source are left.
             ServerError: a server may still have its memory. The message names it and its error.
         """
         with self._updating:
+            self._follow()
             self.require_sleep(level, None if self._folder is None else self._folder.type)
             if self._source is not None:
                 self._source.hold(True)
+                self._follow()  # a server may have started meanwhile
             with self._changed:
                 self._sleep_level = level
-                for member in self._members:
+                members = self._members
+                for member in members:
                     member.rest(TAGS, level)
-            failed = self._command(partial(_fall_asleep, timeout_s=timeout_s), "sleep", timeout_s)
+            fall_asleep = partial(_fall_asleep, timeout_s=timeout_s)
+            failed = self._command(members, fall_asleep, "sleep", timeout_s)
             self._wake_prober()
 
         # A server that is down has no memory.
@@ -315,7 +321,7 @@ class ServerFleet(Generic[S]):
         }
         if awake:
             raise ServerError(
-                f"{len(awake)} of {len(self._members)} inference servers may still have the "
+                f"{len(awake)} of {len(members)} inference servers may still have the "
                 f"memory of their GPUs: {_reasons(awake)}. See to them, or end them, before "
                 "anything else takes that memory"
             ) from next(iter(awake.values()))
@@ -337,6 +343,7 @@ class ServerFleet(Generic[S]):
 
         Raises:
             ConfigError: there is no such tag, or a server cannot sleep.
+            PublishError, RolloutError: too few servers of the source have started, or are left.
             ServerError, WorkerLost: too few servers woke up. The message names the others and their
                 errors.
         """
@@ -348,37 +355,44 @@ class ServerFleet(Generic[S]):
             self._sleep_level = None
             if self._source is not None:
                 self._source.hold(False)
+            self.await_start(needed)
 
             # With both parts and a version on disk, a load wakes the servers and repairs the rest.
             if KV_CACHE in tags and self._folder is not None and self._folder.on_disk:
                 return self._have_loaded(replace(self._folder, timeout_s=timeout_s), needed)
 
             # Else they only take their memory back.
-            for member in self._members:
+            members = self._members
+            for member in members:
                 member.rest([tag for tag in TAGS if tag not in tags])
             failed = self._command(
+                members,
                 lambda member: member.command(lambda server: server.wake_up(tags), timeout_s),
                 "wake up",
                 timeout_s,
             )
 
-        awake = len(self._members) - len(failed)
+        awake = len(members) - len(failed)
         if awake < needed:
             raise ServerError(
-                f"{awake} of {len(self._members)} inference servers "
+                f"{awake} of {len(members)} inference servers "
                 f"woke up, {needed} are needed: {_reasons(failed)}. See to these servers, or let "
                 "fewer suffice (min_servers)"
-            ) from next(iter(failed.values()))
+            ) from next(iter(failed.values()), None)
         return self.states()
 
     def _command(
-        self, command: Callable[[FleetMember], None], what: str, timeout_s: float
+        self,
+        members: Iterable[FleetMember],
+        command: Callable[[FleetMember], None],
+        what: str,
+        timeout_s: float,
     ) -> dict[FleetMember, BaseException]:
-        """Give all servers a command at once, and wait. Returns the errors."""
+        """Give servers a command at once, and wait. Returns the errors."""
         end = time.monotonic() + timeout_s
         told = {
             member: on_daemon_thread(partial(_carry_out, member, command, end), what)
-            for member in self._members
+            for member in members
         }
         wait(told.values(), timeout_s)
 
@@ -392,7 +406,7 @@ class ServerFleet(Generic[S]):
             if error is not None:
                 failed[member] = error
 
-        self._log_done(len(self._members) - len(failed), f"did {what},", end - timeout_s)
+        self._log_done(len(told) - len(failed), f"did {what},", end - timeout_s)
         return failed
 
     def _log_done(self, done: int, what: str, since: float) -> None:
@@ -535,9 +549,7 @@ class ServerFleet(Generic[S]):
         needed = self._needed(min_servers)
         end = time.monotonic() + self._server_wait_s
         while True:
-            self._follow_source(self._source)
-            if self._lost is not None:
-                raise self._lost
+            self._follow()
             members = self._members
             if len(members) >= needed:
                 return
@@ -549,6 +561,13 @@ class ServerFleet(Generic[S]):
                     "(server_wait_s)"
                 )
             time.sleep(_START_LOOK_S)
+
+    def _follow(self) -> None:
+        """Follow the source, if there is one. Raises its errors."""
+        if self._source is not None:
+            self._follow_source(self._source)
+        if self._lost is not None:
+            raise self._lost
 
     def _follow_source(self, source: ServerSource[S]) -> None:
         """Remove the servers that have ended, and add the new ones."""
@@ -566,6 +585,11 @@ class ServerFleet(Generic[S]):
                         self.add(server)
                         self._followed.append(server)
                 self._lost = None
+                self._unread = False
+            except OSError as error:  # the shared folder may come back
+                if not self._unread:
+                    logger.warning("the list of servers cannot be read: %s", error)
+                self._unread = True
             except HoldfastError as error:
                 self._lost = error
                 with self._changed:

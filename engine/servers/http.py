@@ -291,7 +291,7 @@ def readable(what: str, error: type[ServerError]) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError) as failure:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as failure:
         raise error(f"{what} cannot be used: {type(failure).__name__}: {failure}") from failure
 
 

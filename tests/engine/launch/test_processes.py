@@ -1,21 +1,25 @@
 """Servers are started, watched, restarted with a budget, and ended, whatever ends first."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.engine.launch import ServerProcesses, ServerSpec, WatchLimits
+from holdfast.engine.launch import processes as processes_module
 from holdfast.engine.launch import watched as watched_module
 from holdfast.engine.servers import ModelRequest, ServerFleet, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters
@@ -113,6 +117,26 @@ def test_a_server_that_answers_nothing_is_restarted(launched: ServerProcesses) -
     assert processes_of_group(group) == []
 
 
+def test_a_server_that_cannot_be_restarted_at_once_is_tried_again(
+    launched: ServerProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = client_of(launched)
+    start, failed = watched_module.start_guarded, threading.Event()
+
+    def busy_once(*args: Any) -> Any:
+        if failed.is_set():
+            return start(*args)
+        failed.set()
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(watched_module, "start_guarded", busy_once)
+    restarted = launched.stats()["servers_restarted"]
+    os.killpg(group_of(launched), signal.SIGKILL)
+    wait_for_another(launched, before)
+    assert failed.is_set()
+    assert launched.stats()["servers_restarted"] == restarted + 2
+
+
 def tell(client: VLLMServer, **faults: object) -> None:
     import httpx2
 
@@ -202,6 +226,20 @@ def test_an_environment_without_the_server_is_an_error(tmp_path: Path) -> None:
         processes.wait_until_up(stretched(START_S))
 
 
+def test_a_host_without_room_for_a_server_is_an_error_without_other_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(watched_module, "start_guarded", no_memory)
+    with (
+        ServerProcesses(ServerSpec("vllm", "/model"), 1, tmp_path) as processes,
+        pytest.raises(ConfigError, match=r"server_0: .*Cannot allocate memory$"),
+    ):
+        processes.wait_until_up(stretched(START_S))
+
+
 def test_a_server_whose_port_was_taken_is_started_on_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +269,74 @@ def test_a_server_serves_without_a_log_if_none_can_be_written(
     with ServerProcesses(stand_in_spec(tmp_path), 1, folder, limits=LIMITS) as processes:
         processes.wait_until_up(stretched(START_S))
     assert "server_0 runs without a log" in caplog.text
+
+
+def test_nothing_is_left_running_if_the_servers_cannot_be_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = stand_in_spec(tmp_path)
+    with ServerProcesses(spec, 1, tmp_path / "servers", limits=LIMITS) as processes:
+        processes.wait_until_up(stretched(START_S))
+        group = group_of(processes)
+
+        def fail(*args: Any) -> None:
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(watched_module.WatchedServer, "_problem", fail)
+        wait_until(lambda: record_of(tmp_path)["closed"], START_S)
+        assert processes_of_group(group) == []
+        with pytest.raises(RolloutError, match=r"could not be watched: .*a defect"):
+            processes.servers()
+
+
+def test_servers_have_their_time_to_end_and_the_record_is_closed_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[float, bool]] = []
+    end = processes_module.end_guarded
+
+    def note(*guards: Any, timeout_s: float = 15.0) -> None:
+        processes._try_to_write_record()
+        seen.append((timeout_s, record_of(tmp_path)["closed"]))
+        end(*guards, timeout_s=timeout_s)
+
+    monkeypatch.setattr(processes_module, "end_guarded", note)
+    limits = WatchLimits(stop_timeout_s=30.0)
+    processes = ServerProcesses(stand_in_spec(tmp_path), 1, tmp_path / "servers", limits=limits)
+    with processes:
+        pass
+    assert seen == [(35.0, False)]
+    assert record_of(tmp_path)["closed"]
+
+
+def test_slow_looks_at_servers_do_not_delay_the_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def look(server: object, hold: bool) -> bool:
+        time.sleep(0.1)
+        events.append("look")
+        return False
+
+    monkeypatch.setattr(processes_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(watched_module.WatchedServer, "step", look)
+    processes = ServerProcesses(ServerSpec("vllm", "/model"), 3, tmp_path)
+    monkeypatch.setattr(processes, "_try_to_write_record", lambda: events.append("write"))
+    with processes:
+        wait_until(lambda: len(events) > 5)
+    assert events[:4] == ["look", "write", "look", "write"]
+
+
+def test_keys_in_a_log_are_for_its_owner_and_in_no_message(tmp_path: Path) -> None:
+    server = watched_module.WatchedServer(
+        0, ServerSpec("vllm", "/m"), tmp_path, "127.0.0.1", None, LIMITS
+    )
+    server.log = watched_module._new_log(tmp_path, "server_0")
+    assert server.log is not None
+    assert stat.S_IMODE(server.log.stat().st_mode) == 0o600
+    server.log.write_text(f"api_key='{server.identity.key}', '{server.identity.admin_key}'")
+    assert server.describe().endswith("api_key='***', '***'")
 
 
 def test_each_start_has_a_log_and_five_are_kept(tmp_path: Path) -> None:
@@ -285,14 +391,14 @@ def test_pauses_grow_and_a_long_run_does_not_use_the_restarts_up(
     )
     pauses = []
     for _ in range(8):
-        server._note_end("it ended")
+        server.note_end("it ended")
         pauses.append(server._start_at - now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     now += 3601.0
-    server._note_end("it ended")
+    server.note_end("it ended")
     assert server._start_at - now == 1.0 and server.state == "waiting"
     for _ in range(8):
-        server._note_end("it ended")
+        server.note_end("it ended")
     assert server.state == "failed"
 
 
@@ -307,6 +413,21 @@ def test_nothing_is_started_while_the_trainer_has_the_memory(
     assert launched.pids() == {}
     launched.hold(False)
     wait_for_another(launched, before)
+
+
+def test_a_server_that_is_starting_ends_while_the_trainer_has_the_memory(tmp_path: Path) -> None:
+    spec = stand_in_spec(tmp_path, environment={"FAKE_VLLM_SLOW": "600"})
+    with ServerProcesses(spec, 1, tmp_path / "servers", limits=LIMITS) as processes:
+        wait_until(processes.pids)
+        group = group_of(processes)
+        processes.hold(True)
+        assert processes_of_group(group) == [] and processes.pids() == {}
+        assert processes.servers() == [], "it is no error before all have answered once"
+        time.sleep(0.5)
+        assert processes.pids() == {}
+        processes.hold(False)
+        wait_until(processes.pids)
+        assert processes.stats()["servers_restarted"] == 0
 
 
 def run_servers(pipe: Connection, folder: Path) -> None:
@@ -354,6 +475,11 @@ def test_the_folder_of_a_job_that_has_ended_may_be_used_again(tmp_path: Path) ->
     for _ in range(2):
         with ServerProcesses(spec, 1, tmp_path):
             pass
+
+
+def test_an_address_that_other_hosts_cannot_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'0\.0\.0\.0', which makes a URL that other hosts"):
+        ServerProcesses(ServerSpec("vllm", "/model"), 1, tmp_path, host="0.0.0.0")
 
 
 def test_gpus_are_shared_among_the_servers(tmp_path: Path) -> None:

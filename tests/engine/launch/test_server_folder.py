@@ -101,6 +101,18 @@ def test_a_record_that_cannot_be_read_is_left_out_with_a_warning(
     assert "two.json cannot be read" in caplog.text and "three.json" in caplog.text
 
 
+def test_servers_stay_while_their_record_cannot_be_read_for_a_while(
+    tmp_path: Path, clock: Callable[[float], None]
+) -> None:
+    servers = ServerFolder(tmp_path, stale_s=60.0)
+    write(tmp_path, "one", entry(1))
+    before = servers.servers()
+    (tmp_path / "one.json").write_text("{")
+    assert servers.servers() == before
+    clock(61.0)
+    assert servers.servers() == []
+
+
 def test_requests_without_an_answer_are_reported_to_the_keeper(tmp_path: Path) -> None:
     servers = ServerFolder(tmp_path)
     write(tmp_path, "one", entry(1))
@@ -114,6 +126,13 @@ def test_requests_without_an_answer_are_reported_to_the_keeper(tmp_path: Path) -
 def test_an_unknown_kind_of_server_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, "one", entry(1, kind="tgi"))
     with pytest.raises(ConfigError, match="server_1 is a 'tgi'; expected 'vllm' or 'sglang'"):
+        ServerFolder(tmp_path).servers()
+
+
+@pytest.mark.parametrize("record", [{"state": "up"}, "server_0"], ids=["fewer", "no"])
+def test_a_record_of_another_format_is_an_error(tmp_path: Path, record: Any) -> None:
+    write(tmp_path, "one", record)
+    with pytest.raises(ConfigError, match=r"host one in .* has another format"):
         ServerFolder(tmp_path).servers()
 
 

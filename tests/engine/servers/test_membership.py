@@ -1,6 +1,8 @@
 """Servers are added to a fleet and removed from it in a run, which loses no ticket by it."""
 
 import asyncio
+import errno
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -210,6 +212,59 @@ def test_the_fleet_follows_its_source(published: Callable[[int], Path]) -> None:
             fleet.serving()
         with pytest.raises(RolloutError, match="too few"):
             fleet.update(published(2), 2, LIMIT_S)
+
+
+def test_a_source_that_cannot_be_read_for_a_while_keeps_its_servers(
+    published: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source([ScriptedServer("first")])
+    with closing(ServerFleet(source, probe_interval_s=0.05)) as fleet:
+        fleet.update(published(1), 1, LIMIT_S)
+        source.error = OSError(errno.ESTALE, "Stale file handle")
+        wait_until(lambda: "Stale file handle" in caplog.text)
+        source.up.append(ScriptedServer("second"))
+        time.sleep(0.3)
+        assert names(fleet) == ["first"]
+        source.error = None
+        wait_until(lambda: names(fleet) == ["first", "second"])
+        assert caplog.text.count("the list of servers cannot be read") == 1
+
+
+class SleepyServer(ScriptedServer):
+    """A server that can sleep. ``asleep`` says whether it does."""
+
+    asleep = False
+
+    def sleep(self, level: int = 1) -> None:
+        self.asleep = True
+
+    def wake_up(self, tags: object = ()) -> None:
+        self.asleep = False
+
+
+def test_servers_that_have_started_since_the_last_update_sleep_too() -> None:
+    first = SleepyServer("first")
+    source = Source([first])
+    with closing(ServerFleet(source, probe_interval_s=None)) as fleet:
+        (report,) = fleet.sleep(LIMIT_S)[:1]
+        assert (report.name, first.asleep, source.held) == ("first", True, [True])
+
+        # The trainer has ended its turn, and the server has ended in it.
+        source.up[:] = [SleepyServer("second")]
+        (report,) = fleet.wake_up(("weights",), LIMIT_S)[:1]
+        assert (report.name, source.held) == ("second", [True, False])
+
+        source.error = RolloutError("too few")
+        with pytest.raises(RolloutError, match="too few"):
+            fleet.sleep(LIMIT_S)
+
+
+def test_waking_up_waits_for_servers_that_start() -> None:
+    with (
+        closing(ServerFleet(Source(), probe_interval_s=None, server_wait_s=0.2)) as fleet,
+        pytest.raises(PublishError, match="server_9 is starting"),
+    ):
+        fleet.wake_up(("weights",), LIMIT_S)
 
 
 def test_an_update_goes_on_with_a_server_that_comes_back_in_it(

@@ -277,6 +277,16 @@ def test_the_only_server_of_a_list_is_waited_for_while_it_is_not_there(
     assert caplog.text.count("requests wait for") == 1
 
 
+def test_a_list_of_models_of_another_program_is_a_refusal(fake: FakeServer) -> None:
+    async def theirs(request: web.Request) -> web.Response:
+        return web.json_response({"data": ["x"]})
+
+    with Gateway(fake.url, answer=theirs) as gateway:
+        server = VLLMServer(gateway.url, served_name="mine")
+        with pytest.raises(ServerError, match="its list of models cannot be used"):
+            server.require_name(stretched(5))
+
+
 @pytest.mark.slow
 def test_a_server_that_never_comes_back_is_given_up() -> None:
     with Gateway() as gateway:
