@@ -282,7 +282,7 @@ def test_nothing_is_left_running_if_the_servers_cannot_be_watched(
         def fail(*args: Any) -> None:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr(watched_module.WatchedServer, "_problem", fail)
+        monkeypatch.setattr(processes._servers[0], "_problem", fail)
         wait_until(lambda: record_of(tmp_path)["closed"], START_S)
         assert processes_of_group(group) == []
         with pytest.raises(RolloutError, match=r"could not be watched: .*a defect"):
@@ -314,14 +314,15 @@ def test_slow_looks_at_servers_do_not_delay_the_sign_of_life(
 ) -> None:
     events: list[str] = []
 
-    def look(server: object, hold: bool) -> bool:
+    def look(hold: bool) -> bool:
         time.sleep(0.1)
         events.append("look")
         return False
 
     monkeypatch.setattr(processes_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(watched_module.WatchedServer, "step", look)
     processes = ServerProcesses(ServerSpec("vllm", "/model"), 3, tmp_path)
+    for server in processes._servers:
+        monkeypatch.setattr(server, "step", look)
     monkeypatch.setattr(processes, "_try_to_write_record", lambda: events.append("write"))
     with processes:
         wait_until(lambda: len(events) > 5)
