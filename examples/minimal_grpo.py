@@ -42,8 +42,7 @@ from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 class Config:
     """Options of the job, each ``name=value`` on the command line."""
 
-    model: str = "Qwen/Qwen3-0.6B"
-    """A folder or an id on the hub."""
+    model: str = "Qwen/Qwen3-0.6B"  # a folder or an id on the hub
     python: str = sys.executable
     """Python of an environment with vLLM."""
     gpu: str | None = None
@@ -53,8 +52,7 @@ class Config:
     dtype: str = "bfloat16"
     lr: float = 1e-6
     epochs: int = 20
-    batch_size: int = 5
-    """Prompts per step."""
+    batch_size: int = 5  # prompts per step
     n_samples: int = 16
     """Completions per prompt."""
     max_new_tokens: int = 256
@@ -117,11 +115,9 @@ def main(config: Config) -> None:
     )
     loader = ResumableDataLoader(dataset, config.batch_size, seed=1)
     ahead = RolloutConfig(config.steps_ahead, total_steps=spec.total_train_steps)
+    workflow = RLVRWorkflow(reward_fn, sampling, tokenizer)
     rollouts = SharedRollouts(
-        lambda: RolloutExecutor(
-            ahead, loader, RLVRWorkflow(reward_fn, sampling, tokenizer), fleet.serving
-        ),
-        engine,
+        lambda: RolloutExecutor(ahead, loader, workflow, fleet.serving), engine
     )
 
     # Recovery: engine, data position, samples and generators are saved together.

@@ -114,7 +114,7 @@ def test_a_student_reaches_the_accuracy_of_its_teacher(tmp_path: Path) -> None:
 def test_the_minimal_examples_are_short_and_import_nothing_from_other_examples() -> None:
     examples = (EXAMPLE, ON_RAY, DISTILL)
     lengths = {path.name: len(path.read_text().splitlines()) for path in examples}
-    assert lengths["minimal_grpo.py"] <= 155
+    assert lengths["minimal_grpo.py"] < 150
     assert lengths["minimal_distill.py"] <= lengths["minimal_grpo.py"] + 40
     assert lengths["minimal_grpo_ray.py"] <= lengths["minimal_grpo.py"] + 60
     for path in examples:
