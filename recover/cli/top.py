@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ...engine.launch.records import SERVERS, read_records
+from ...engine.launch.records import SERVERS, log_tail, read_records
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
 from ..storage.generations import GenerationStore
@@ -137,7 +137,9 @@ def look(place: Run, stats: Path | None) -> Facts:
 
 
 def server_facts(root: Path) -> list[Facts]:
-    """The servers of a run that `ServerProcesses` or `holdfast serve` keeps, without their keys."""
+    """The servers of a run that `ServerProcesses` or `holdfast serve` keeps, without their keys.
+    ``log_end`` is the end of the log of a failed one.
+    """
     found: list[Facts] = []
     for host, record in read_records(root / SERVERS).items():
         for server in record["servers"]:
@@ -146,6 +148,10 @@ def server_facts(root: Path) -> list[Facts]:
             silent = time.time() - record["beat"] > _SILENCE_S
             if state != FAILED and (record["closed"] or silent):
                 state = "ended with its keeper"
+            log_end = None
+            if state == FAILED and server["log"] is not None:
+                keys = [server[name] for name in ("api_key", "admin_key") if server[name]]
+                log_end = log_tail(Path(server["log"]), keys)
             found.append(
                 {
                     "name": server["name"],
@@ -156,6 +162,7 @@ def server_facts(root: Path) -> list[Facts]:
                     "since_s": round(time.time() - server["since"], 1),
                     "error": server["error"],
                     "log": server["log"],
+                    "log_end": log_end,
                 }
             )
     return found

@@ -1,12 +1,10 @@
 """``holdfast why``: show how each attempt of a run ended, and how much time that cost."""
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from ...engine.launch.records import log_tail
 from .attempts import AttemptRecord, read_attempts
 from .in_use import use_of
 from .output import (
@@ -86,8 +84,8 @@ def why_command(run: str, as_json: bool) -> None:
     )
     for server in failed:
         click.echo(f"\n{server['name']} on {server['host']} has failed: {server['error']}")
-        if server["log"] is not None:
-            click.echo(f"{server['log']} ends with\n{log_tail(Path(server['log']))}")
+        if server["log_end"] is not None:
+            click.echo(f"{server['log']} ends with\n{server['log_end']}")
 
 
 def _row(one: AttemptRecord, verdict: str) -> list[str]:

@@ -87,8 +87,9 @@ def run(tmp_path: Path) -> Path:
     (root / "recover").mkdir()
     (root / JOURNAL_NAME).write_text("")
     log = root / "servers" / "node" / "server_1.6.log"
-    log.write_text("loading\nCUDA error: out of memory\n")
+    log.write_text("loading, api_key='the key'\nCUDA error: out of memory\n")
     common = {"since": time.time() - 90.0, "version": None, "log": None, "error": None}
+    common |= {"api_key": "the key", "admin_key": None}
     up = {**common, "name": "server_0", "state": "up", "version": 7, "restarts": 0}
     failed = {**common, "name": "server_1", "state": "failed", "restarts": 5, "log": str(log)}
     failed["error"] = "it ended with exit code 1"
@@ -117,6 +118,6 @@ def test_top_says_that_a_keeper_has_ended(run: Path) -> None:
 def test_why_ends_with_the_log_of_a_failed_server(run: Path) -> None:
     _, out, _ = holdfast("why", run)
     assert "server_1 on node has failed: it ended with exit code 1" in out
-    assert out.rstrip().endswith("loading\nCUDA error: out of memory")
+    assert out.rstrip().endswith("loading, api_key='***'\nCUDA error: out of memory")
     (failed,) = answer("why", run)["failed_servers"]
-    assert failed["name"] == "server_1"
+    assert failed["name"] == "server_1" and failed["log_end"] in out
