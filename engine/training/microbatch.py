@@ -167,8 +167,8 @@ def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
         bits, magnitude = cutter.fingerprint() if n_alike > 1 else (0.0, 0.0)
         return _Announced(n_mbs, weight, bits, magnitude, *cutter.tokens())
 
-    # The numbers of `_Announced`.
-    rows = gather_numbers_of("cutting the batch into micro-batches", cut, 6, group)
+    n_numbers = len(_Announced._fields)
+    rows = gather_numbers_of("cutting the batch into micro-batches", cut, n_numbers, group)
     announced = [_Announced(*row) for row in rows]
 
     # Ranks with the same data must have been given the same, but for rounding.

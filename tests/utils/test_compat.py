@@ -58,7 +58,7 @@ def private_uses(path: Path) -> Iterator[str]:
     A file's own names are those that it gives ``self`` or a class, or defines.
     """
     tree = ast.parse(path.read_text())
-    own = {"_exit", "_replace"}  # documented by os and collections.namedtuple
+    own = {"_exit", "_replace", "_fields"}  # documented by os and collections.namedtuple
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
