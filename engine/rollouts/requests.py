@@ -26,7 +26,7 @@ from ...utils.errors import (
     ServerError,
 )
 from ...utils.logging import get_logger
-from ..servers.api import GenerationServer, ModelRequest, ModelResponse, WatchedServer
+from ..servers.api import GenerationServer, ModelRequest, ModelResponse, TimeoutCounter
 from .config import RolloutConfig
 from .digests import UNPICKLABLE, call_digest, request_digest
 from .ledger import Ticket, derive_seed
@@ -106,7 +106,7 @@ class RequestSender:
             episode.check(response)
         except TimeoutError as error:
             episode.failed = server
-            if isinstance(server, WatchedServer):
+            if isinstance(server, TimeoutCounter):
                 server.note_timeout()
             raise ServerError(f"{_name(server)} has not answered within {timeout_s:g} s") from error
         except ServerError as error:

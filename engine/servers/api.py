@@ -245,8 +245,8 @@ class ObservableServer(InferenceServer, Protocol):
 
 
 @runtime_checkable
-class WatchedServer(Protocol):
-    """A server that whoever started it looks after."""
+class TimeoutCounter(Protocol):
+    """A server that counts requests without an answer, for whoever started it."""
 
     def note_timeout(self) -> None:
         """Note that a request was not answered in time. The server may hang."""

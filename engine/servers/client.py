@@ -655,13 +655,12 @@ class ServerClient(ServerCalls):
     # Completions
 
     def note_timeout(self) -> None:
-        """See `WatchedServer`."""
+        """See `TimeoutCounter`."""
         self.connections.unanswered += 1
 
     def require_name(self, timeout_s: float) -> None:
-        """Raise ServerError if nobody answers, or another server does (``served_name``)."""
+        """Raise ServerError if the server of ``served_name`` does not answer."""
         with self._calls("", timeout_s, ServerError) as calls:
-            self._models(calls)
             self._require_name(calls)
 
     def read_version(self, timeout_s: float) -> int | None:
