@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from examples.tiny_models import SPECIAL_TOKENS, make_tokenizer, write_tiny_qwen3
 from tests.engine.launch.stand_in import stand_in_environment
@@ -119,6 +120,7 @@ def accuracy(folder: Path) -> float:
 
 if __name__ == "__main__":
     os.environ["TQDM_DISABLE"] = "1"  # the stand-in loads weights at each step
+    disable_progress_bar()
     examples = {"grpo": EXAMPLE, "distill": DISTILL}
     example = examples[sys.argv[1]]
     folder = Path(sys.argv[2]).absolute()
