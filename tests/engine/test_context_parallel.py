@@ -419,6 +419,7 @@ def _refusals(
         engine.model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
+@pytest.mark.slow
 def test_what_cannot_share_rows_is_refused_in_words_on_all_ranks(
     folders: Callable[[str], str], tmp_path: Path
 ) -> None:

@@ -35,7 +35,6 @@ from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
 from tests.limits import stretched
-from tests.tiers import slow_but
 
 SPEC = FinetuneSpec(total_train_epochs=2, dataset_size=20, train_batch_size=2)
 LENGTHS = (5, 1, 9, 3, 7, 2, 6, 4)
@@ -172,7 +171,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_the_gradient_does_not_depend_on_how_the_batch_was_cut(
     qwen3: Path, world_size: int
 ) -> None:
@@ -421,6 +421,7 @@ def _save_and_load_what_a_forward_left(rank: int, world_size: int, folder: str, 
         assert torch.equal(engine.forward_batch(batch), expected)
 
 
+@pytest.mark.slow
 def test_parameters_that_a_forward_left_gathered_are_saved_and_loaded_as_shards(
     qwen3: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.limits import stretched
 from tests.srun import job_variables, outside_of_slurm, srun, task_variables
-from tests.tiers import slow_but
 
 JOIN = """
 import os
@@ -50,9 +49,8 @@ def test_the_tasks_of_srun_join_without_torchrun() -> None:
         assert output.endswith("False\n")  # programs that a rank starts are no ranks
 
 
-@pytest.mark.parametrize(
-    "variables", slow_but([job_variables()], [job_variables(), task_variables(RAY_RAYLET_PID="1")])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [job_variables(), task_variables(RAY_RAYLET_PID="1")])
 def test_a_process_that_srun_did_not_start_stays_alone(variables: dict[str, str]) -> None:
     done = _run(["-c", JOIN], variables)
     assert done.returncode == 0 and "rank 0 of 1 heard ['0']" in done.stdout, done.stdout
@@ -64,6 +62,7 @@ def test_a_task_without_a_known_rank_is_refused_before_it_waits() -> None:
     assert "heard" not in done.stdout
 
 
+@pytest.mark.slow
 def test_tasks_of_another_trainer_are_not_several_runs_in_one_folder(tmp_path: Path) -> None:
     for code, output in srun(["-c", HANDLER, str(tmp_path / "runs")]):
         assert code == 1 and "ConfigError: this process is one of several tasks" in output, output

@@ -221,6 +221,7 @@ def _collectives(rank: int, world_size: int, folder: str) -> None:
         engine.optimizer_zero_grad()
 
 
+@pytest.mark.slow
 def test_the_ranks_sum_each_activation_and_its_gradient_once(folders: dict[str, Path]) -> None:
     run_ranks(_collectives, 2, str(folders["llama"]))
 
@@ -413,9 +414,8 @@ SAVED_AND_LOADED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "saved_by", "loaded_by"), slow_but(SAVED_AND_LOADED[:1], SAVED_AND_LOADED)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "saved_by", "loaded_by"), SAVED_AND_LOADED)
 def test_checkpoints_of_cut_matrices_load_into_whole_ones_and_back(
     folders: dict[str, Path], tmp_path: Path, name: str, saved_by: Mesh, loaded_by: list[Mesh]
 ) -> None:

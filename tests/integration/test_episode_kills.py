@@ -296,6 +296,7 @@ def test_weights_that_come_out_otherwise_drop_the_answers_of_the_lost_ones(tmp_p
     check_trained(run, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_new_learning_rate_after_a_kill_drops_the_answers_of_the_lost_weights(
     tmp_path: Path,

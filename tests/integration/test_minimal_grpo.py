@@ -25,7 +25,7 @@ from tests.minimal import (
 )
 
 STEP = re.compile(r"^step (\d+): reward ([\d.]+)(?:, kl [-\d.]+)?$", re.MULTILINE)
-SHORT = ("epochs=4", "freq_steps=3", "n_samples=4")
+SHORT = ("freq_steps=3", "n_samples=4")
 
 
 def live(command: list[str], log: Path, kill_after: int | None = None) -> list[int]:
@@ -70,18 +70,20 @@ def check_kill_and_resume(command: list[str], folder: Path, steps: int) -> None:
 
 def test_the_minimal_example_resumes_after_a_kill_and_exports_its_model(tmp_path: Path) -> None:
     one_rank = [*TORCHRUN[:-1], "--nproc_per_node=1", str(EXAMPLE)]
-    check_kill_and_resume([*one_rank, *arguments_of(tmp_path), *SHORT], tmp_path, steps=20)
+    check_kill_and_resume(
+        [*one_rank, *arguments_of(tmp_path), *SHORT, "epochs=2"], tmp_path, steps=10
+    )
 
 
 @pytest.mark.slow
 def test_two_ranks_of_the_minimal_example_resume_after_a_kill(tmp_path: Path) -> None:
-    command = [*TORCHRUN, str(EXAMPLE), *arguments_of(tmp_path), *SHORT]
+    command = [*TORCHRUN, str(EXAMPLE), *arguments_of(tmp_path), *SHORT, "epochs=4"]
     check_kill_and_resume(command, tmp_path, steps=20)
 
 
 @pytest.mark.slow
 def test_the_minimal_example_on_ray_resumes_after_its_driver_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, str(ON_RAY), *arguments_of(tmp_path), *SHORT, "ranks=2"]
+    command = [sys.executable, str(ON_RAY), *arguments_of(tmp_path), *SHORT, "epochs=4", "ranks=2"]
     check_kill_and_resume(command, tmp_path, steps=24)
 
 

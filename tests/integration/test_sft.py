@@ -142,6 +142,7 @@ def test_options_of_recovery_are_passed_on_unless_the_trainer_decides_them(
             load_config(job["SFTConfig"], None, [f"recover.{option}"])
 
 
+@pytest.mark.slow
 def test_a_job_that_finds_its_folder_in_use_ends_with_75_and_says_so(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "runs" / "recover.lock")
     lock.acquire(0)

@@ -174,6 +174,7 @@ def _move(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return digests
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_ddp_fsdp2_and_one_process(tmp_path: Path) -> None:
     first, second = run_ranks(_move, 2, str(tmp_path))
     assert first == second and not dist.is_initialized()

@@ -112,6 +112,7 @@ def test_a_run_that_was_killed_ends_with_the_coefficient_and_the_weights_of_one_
     assert (resumed["value"], resumed["digest"]) == (untouched["value"], untouched["digest"])
 
 
+@pytest.mark.slow
 def test_a_generation_without_a_controller_is_loaded_by_a_run_with_one_and_the_other_way_round(
     tmp_path: Path, model_path: str
 ) -> None:

@@ -39,7 +39,6 @@ from tests.ray_helpers import (
     running,
 )
 from tests.recover.cli.commands import answer
-from tests.tiers import slow_but
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -254,7 +253,8 @@ def test_no_other_job_gets_the_folder_of_a_job_that_runs_or_restarts(tmp_path: P
     holder.communicate(timeout=stretched(60))
 
 
-@pytest.mark.parametrize("error", slow_but([UserBugError], [UserBugError, KeyboardInterrupt]))
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [UserBugError, KeyboardInterrupt])
 def test_a_bug_or_ctrl_c_is_raised_and_leaves_nothing_behind(error: type[BaseException]) -> None:
     pids: list[int] = []
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.simulated_cuda.__main__ import MODES, QUICK, run_pytest
 from tests.simulated_cuda.build import BuildError, built_library
-from tests.tiers import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +17,9 @@ def builds() -> None:
         pytest.skip(f"no simulated CUDA devices here: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # with the build
-@pytest.mark.parametrize("mode", slow_but(["races"], MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_staging_and_blocks_wait_wherever_cuda_requires_it(builds: None, mode: str) -> None:
     done = run_pytest(mode, "-q", *QUICK, quiet=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

@@ -217,6 +217,7 @@ def _export_generation_configs(rank: int, world_size: int, root: Path) -> None:
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_generation_config_is_the_bases_or_transformers_own_and_never_fails_exports(
     tmp_path: Path,
 ) -> None:

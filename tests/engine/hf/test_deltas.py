@@ -332,6 +332,7 @@ def _kinds(rank: int, world_size: int, root: str) -> None:
     assert publish(28) == 0, "its base is older than a full version, and would be deleted before it"
 
 
+@pytest.mark.slow
 def test_a_version_is_full_when_its_base_is_gone_or_another(tmp_path: Path) -> None:
     run_ranks(_kinds, 2, str(tmp_path))
 
@@ -363,6 +364,7 @@ def _too_much(rank: int, world_size: int, root: str) -> list[str]:
     return heard.texts
 
 
+@pytest.mark.slow
 def test_changes_larger_than_half_are_dropped_and_twice_in_a_row_given_up(tmp_path: Path) -> None:
     texts, others = run_ranks(_too_much, 2, str(tmp_path))
     assert len(texts) == 1 and others == []
@@ -398,6 +400,7 @@ def _failures(rank: int, world_size: int, root: str) -> None:
         assert publisher.publish(version).figures["delta"] == 0, "the copy is ahead of the folder"
 
 
+@pytest.mark.slow
 def test_a_failed_publication_makes_the_next_one_full(tmp_path: Path) -> None:
     run_ranks(_failures, 2, str(tmp_path))
 
@@ -415,6 +418,7 @@ def _a_copy_that_stays_valid(rank: int, world_size: int, root: str) -> str:
     return "nothing was noticed"
 
 
+@pytest.mark.slow
 def test_these_checks_notice_a_copy_that_is_valid_after_a_failure(tmp_path: Path) -> None:
     for found in run_ranks(_a_copy_that_stays_valid, 2, str(tmp_path)):
         assert "model.safetensors has digest" in found
@@ -446,6 +450,7 @@ def _retention(rank: int, world_size: int, root: str) -> None:
             files_of_version(root, kept)
 
 
+@pytest.mark.slow
 def test_every_version_that_stays_can_be_made_from_those_that_stay(tmp_path: Path) -> None:
     run_ranks(_retention, 2, str(tmp_path))
 
@@ -496,6 +501,7 @@ def _damage(rank: int, world_size: int, root: str) -> list[str]:
     return heard.texts
 
 
+@pytest.mark.slow
 def test_a_version_is_full_when_one_that_it_would_build_on_is_damaged(tmp_path: Path) -> None:
     texts, others = run_ranks(_damage, 2, str(tmp_path))
     assert len(texts) == 4 and others == []

@@ -97,6 +97,7 @@ def _to_s3(rank: int, world_size: int, environment: dict[str, str], root: Path, 
         )
 
 
+@pytest.mark.slow
 def test_an_export_to_s3_has_the_bytes_of_one_to_a_folder(
     server: S3Server, s3_url: str, tmp_path: Path
 ) -> None:

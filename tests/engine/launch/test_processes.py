@@ -107,6 +107,7 @@ def test_a_killed_server_gets_a_new_address_name_and_key(launched: ServerProcess
     assert launched.stats()["servers_restarted"] == restarted + 1
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_nothing_is_restarted(launched: ServerProcesses) -> None:
     before = client_of(launched)
     group = group_of(launched)
@@ -117,6 +118,7 @@ def test_a_server_that_answers_nothing_is_restarted(launched: ServerProcesses) -
     assert processes_of_group(group) == []
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_restarted_at_once_is_tried_again(
     launched: ServerProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +152,7 @@ def leave_unanswered(client: VLLMServer) -> None:
             asyncio.run(client.agenerate(REQUEST))
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_hangs_is_restarted_after_three_timeouts(
     launched: ServerProcesses,
 ) -> None:
@@ -260,6 +263,7 @@ def test_a_server_whose_port_was_taken_is_started_on_another_one(
             assert processes.stats()["servers_restarted"] == 1
 
 
+@pytest.mark.slow
 def test_a_server_serves_without_a_log_if_none_can_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,6 +275,7 @@ def test_a_server_serves_without_a_log_if_none_can_be_written(
     assert "server_0 runs without a log" in caplog.text
 
 
+@pytest.mark.slow
 def test_nothing_is_left_running_if_the_servers_cannot_be_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +353,7 @@ def test_each_start_has_a_log_and_five_are_kept(tmp_path: Path) -> None:
     assert names == [f"server_0.{number}.log" for number in range(4, 9)]
 
 
+@pytest.mark.slow
 def test_a_server_that_always_ends_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
     limits = WatchLimits(max_restarts=2, stop_timeout_s=0.5)
     with ServerProcesses(
@@ -403,6 +409,7 @@ def test_pauses_grow_and_a_long_run_does_not_use_the_restarts_up(
     assert server.state == "failed"
 
 
+@pytest.mark.slow
 def test_nothing_is_started_while_the_trainer_has_the_memory(
     launched: ServerProcesses,
 ) -> None:

@@ -269,6 +269,7 @@ def _one_is_slow(rank: int, world_size: int) -> float:
     return teacher.compute_logp(whole_batch(), 1.0).sum().item()
 
 
+@pytest.mark.slow
 def test_servers_may_take_longer_than_the_timeout_of_the_ranks() -> None:
     n_scored = sum(LENGTHS) - len(LENGTHS)
     assert run_ranks(_one_is_slow, 2) == [-n_scored, -n_scored]
@@ -383,6 +384,7 @@ def _of_backends(rank: int, world_size: int, paths: tuple[str, str], of_teacher:
     return "taken"
 
 
+@pytest.mark.slow
 def test_a_teacher_whose_ranks_share_more_data_than_the_student_s_is_refused(
     models: tuple[str, str],
 ) -> None:

@@ -600,6 +600,7 @@ def test_a_call_is_its_function_and_its_arguments_in_every_process() -> None:
     assert call_digest(len, [shared, shared], {}) == call_digest(len, ["ab!", "".join("ab!")], {})
 
 
+@pytest.mark.slow
 def test_sets_and_tensors_have_one_digest_in_every_process() -> None:
     code = (
         "import torch\n"

@@ -179,6 +179,7 @@ def test_a_server_that_keeps_its_old_adapters_is_found_and_goes_on_with_them(
     assert serves(server, second, 2)
 
 
+@pytest.mark.slow
 @both
 def test_a_server_that_ignores_adapters_is_found_at_once_in_16_bits(
     kind: str, tmp_path: Path

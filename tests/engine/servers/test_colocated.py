@@ -312,7 +312,6 @@ CALLS = [
 """Calls of one turn to one server, in order."""
 KILLS: dict[str, int] = {f"{place} {call}": place for place, call in enumerate(CALLS)}
 KILLS |= {"offload": -1, "body": -2, "onload": -3}
-FAST_KILLS = ["9 POST /collective_rpc"]
 
 
 def _run(
@@ -394,7 +393,8 @@ def _sampled(fake: FakeServer) -> list[Any]:
     return [[token["token"], token["logprob"]] for token in fake.tokens()[-4:]]
 
 
-@pytest.mark.parametrize("kill", slow_but(FAST_KILLS, KILLS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", KILLS)
 def test_a_run_that_is_killed_in_a_turn_ends_as_if_it_had_not_been(
     kill: str, undisturbed: Any, tmp_path: Path
 ) -> None:
@@ -451,6 +451,7 @@ def _enters_wrongly(rank: int, world_size: int, base: str, url: str, root: Path)
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_turn_that_would_go_wrong_does_not_begin(base: str, tmp_path: Path) -> None:
     with FakeServer("vllm", tmp_path, dtype="float32", lora=True, folder=base) as fake:
         run_ranks(_enters_wrongly, 2, base, fake.url, tmp_path)

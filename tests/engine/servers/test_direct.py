@@ -204,10 +204,10 @@ STRIKES = [
         CLIENTS, ("die", "stop"), (0, 3, N_BUCKETS - 1), ("before", "after")
     )
 ]
-FAST_STRIKES = [("sglang", "die", 3, "after")]
 
 
-@pytest.mark.parametrize("kind, does, bucket, when", slow_but(FAST_STRIKES, STRIKES))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, does, bucket, when", STRIKES)
 def test_a_server_struck_in_a_bucket_harms_no_other_and_no_rank(
     kind: str, does: str, bucket: int, when: str, base: str, start: Any, tmp_path: Path
 ) -> None:
@@ -278,7 +278,8 @@ def _die_in_bucket(
 DEATHS = list(product(CLIENTS, (0, 1), (0, 1, 3, N_BUCKETS - 1)))
 
 
-@pytest.mark.parametrize("kind, dying, bucket", slow_but([("vllm", 0, 3)], DEATHS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, dying, bucket", DEATHS)
 def test_a_trainer_that_dies_in_a_bucket_leaves_a_paused_server_that_the_next_repairs(
     kind: str, dying: int, bucket: int, base: str, start: Any, tmp_path: Path
 ) -> None:

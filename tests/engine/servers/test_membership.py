@@ -25,6 +25,7 @@ from tests.engine.rollouts.servers import make_executor
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.scripted import PlainServer, ScriptedServer, write_published
 from tests.limits import stretched, wait_until
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -315,8 +316,8 @@ def tickets(
     return trained
 
 
-@pytest.mark.parametrize("drain_s", [0.0, 30.0], ids=["cut off", "drained"])
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("drain_s", slow_but([0.0], [0.0, 30.0]), ids=["cut off", "drained"])
+@pytest.mark.parametrize("ahead", slow_but([0], [0, 1]))
 def test_tickets_are_those_of_a_run_in_which_no_server_was_removed(
     servers: list[FakeServer], published: Callable[[int], Path], drain_s: float, ahead: int
 ) -> None:

@@ -31,7 +31,6 @@ from tests.engine.servers.test_publish import make_engine
 from tests.helpers import run_ranks
 from tests.limits import stretched
 from tests.plugins.weights.processes import Running
-from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -68,7 +67,6 @@ KILLS = [
     for when in ("at", "after")
 ]
 KILLS += [(call, 0, "after") for call in CALLS]
-FAST_KILLS = [("prepare", 0, "after")]
 KILLED = 3
 
 
@@ -141,7 +139,8 @@ def fakes(tmp_path: Path) -> Iterator[list[FakeServer]]:
         yield [one, other]
 
 
-@pytest.mark.parametrize(("step", "rank", "when"), slow_but(FAST_KILLS, KILLS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "rank", "when"), KILLS)
 def test_a_trainer_killed_while_it_publishes_a_delta_starts_again(
     step: str, rank: int, when: str, fakes: list[FakeServer], tmp_path: Path
 ) -> None:

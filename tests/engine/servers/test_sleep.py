@@ -473,6 +473,7 @@ def states(fleet: ServerFleet[Any]) -> list[str]:
     return [report.state.value for report in fleet.states()]
 
 
+@pytest.mark.slow
 def test_a_fleet_sleeps_and_wakes_up(
     fakes: list[FakeServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

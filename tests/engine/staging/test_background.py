@@ -176,6 +176,7 @@ def _every_sharding(rank: int, world_size: int, root: Path) -> None:
         register_checkpoint_conversion_mapping("llama", [], overwrite=True)
 
 
+@pytest.mark.slow
 def test_weights_of_every_sharding_are_exported_in_the_background(tmp_path: Path) -> None:
     run_ranks(_every_sharding, 2, tmp_path)
     assert sorted(path.name for path in (tmp_path / "later").iterdir()) == sorted(SHARDINGS)

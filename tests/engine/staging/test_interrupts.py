@@ -27,7 +27,6 @@ from holdfast.utils.errors import EngineOffloadedError
 from tests.engine.lora.engines import write_base
 from tests.engine.staging.test_offload import contents, make_engine, same, step, values_of
 from tests.helpers import run_ranks
-from tests.tiers import slow_but
 
 FILES = {
     module.__file__ for module in (offload, offloaded, host_buffers, staged_model, staged_state)
@@ -153,12 +152,11 @@ def _is_interrupted(rank: int, world_size: int, base: str, kind: str, opcodes: b
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "opcodes"),
-    slow_but(
-        [("full", False)], [(kind, way) for kind in ("lora", "full") for way in (False, True)]
-    ),
+    [(kind, way) for kind in ("lora", "full") for way in (False, True)],
 )
 def test_an_interrupt_at_any_line_of_offload_and_onload_loses_no_bit(
     kind: str, opcodes: bool, tmp_path: Path

@@ -283,9 +283,10 @@ def _is_of_one_run(name: str) -> bool:
     return Path(name).name in of_run or "lock" in name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    slow_but([("lora", 2)], [(kind, n) for kind in KINDS for n in RANKS[kind] if n > 1]),
+    [(kind, n) for kind in KINDS for n in RANKS[kind] if n > 1],
 )
 def test_a_save_while_away_equals_the_save_before(
     kind: str, world_size: int, tmp_path: Path

@@ -304,6 +304,7 @@ def test_packed_attention_is_not_asked_for_without_packing() -> None:
         TrainEngineConfig(attn_impl=PACKED_ATTENTION, pack_sequences=False)
 
 
+@pytest.mark.slow
 def test_the_check_compares_with_what_transformers_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,7 +19,6 @@ from holdfast.engine.training.logprobs import (
     token_logprobs,
 )
 from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
-from tests.tiers import slow_but
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 
@@ -215,8 +214,9 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_loss_tokens() -> None:
     assert float(count_loss_tokens(micro_batch)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
-@pytest.mark.parametrize("temperature", slow_but([1.0], [1.0, 0.7]))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_chunk_of_logits_has_no_whole_copy_in_float32(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def _matrices(rank: int, world_size: int, folder: str, changes: dict[str, Any]) 
     return {name for name, param in engine.model.named_parameters() if id(param) in chosen}
 
 
+@pytest.mark.slow
 def test_matrices_of_the_blocks_are_chosen_and_neither_experts_nor_embeddings_nor_the_head(
     tmp_path: Path,
 ) -> None:

@@ -52,6 +52,7 @@ def _trained(rank: int, world_size: int, folder: str) -> None:
     assert all(same(state, states[0]) for state in states)
 
 
+@pytest.mark.slow
 def test_overlap_changes_no_weight(tmp_path: Path) -> None:
     write_model_folder(tmp_path, tiny_qwen3())
     run_ranks(_trained, 2, str(tmp_path))

@@ -208,6 +208,7 @@ class RowChunks(LlamaForCausalLM):
         )
 
 
+@pytest.mark.slow
 def test_a_model_that_cuts_windows_packs_rows_no_longer_than_these() -> None:
     config = LlamaConfig(**MORE, num_hidden_layers=2)
     config.attention_chunk_size, config.sliding_window = 64, 16

@@ -28,7 +28,6 @@ from tests.engine.test_fsdp_engine import (
     whole,
 )
 from tests.helpers import run_ranks
-from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -306,7 +305,8 @@ def _one_loss_is_unrelated(rank: int, world_size: int, folder: str, critic: bool
         twin.destroy()
 
 
-@pytest.mark.parametrize("critic", slow_but([False], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("critic", [False, True])
 def test_a_loss_that_does_not_depend_on_the_model_counts_with_a_gradient_of_zeros(
     folder: Path, critic: bool
 ) -> None:

@@ -133,6 +133,7 @@ TOKEN = {"HOLDFAST_WEIGHTS_TOKEN": "sesame"}
 BEARER = {"Authorization": "Bearer sesame"}
 
 
+@pytest.mark.slow
 def test_a_token_protects_everything(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish(1)
     body = {"version": 1, "label": publisher.label(1)}

@@ -53,6 +53,7 @@ def _documented_upload() -> Any:
     return scope["upload"]
 
 
+@pytest.mark.slow
 def test_the_documented_upload_feeds_a_mirror_and_removes_old_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

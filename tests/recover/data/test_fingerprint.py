@@ -31,6 +31,7 @@ SAMPLES = [
 ] + [(1, 2.5, None, b"x"), Prompt("a", torch.tensor(3)), np.float32(2.0)]
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_same_in_another_process_with_other_hashes(tmp_path: Path) -> None:
     script = (
         "from tests.recover.data.test_fingerprint import *; print(dataset_fingerprint(SAMPLES), "

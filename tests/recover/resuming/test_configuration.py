@@ -153,6 +153,7 @@ def _longer(rank: int, world_size: int, root: str) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_more_epochs_stretch_the_schedule_from_the_next_step_on_and_both_rates_are_told(
     tmp_path: Path,
 ) -> None:

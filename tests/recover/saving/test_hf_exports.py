@@ -409,6 +409,7 @@ def _sharded(rank: int, world_size: int, model: str, root: Path) -> tuple[str, i
     return error, step
 
 
+@pytest.mark.slow
 def test_a_sharded_engine_is_exported_and_failed_writes_reach_all_ranks(
     tmp_path: Path,
 ) -> None:

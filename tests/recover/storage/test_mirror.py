@@ -104,6 +104,7 @@ def test_the_newest_stay_at_the_mirror(url: str, store: GenerationStore) -> None
     assert {name.split("/")[0] for name in listing(url)} == {"global_step_3", "global_step_2"}
 
 
+@pytest.mark.slow
 def test_a_copy_takes_as_many_requests_however_many_copies_there_are(
     server: S3Server, s3_url: str, store: GenerationStore
 ) -> None:

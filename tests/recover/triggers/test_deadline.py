@@ -212,6 +212,7 @@ def _stop_before_the_end(rank: int, world_size: int, folder: Path) -> tuple[str,
     return reason, names(folder / "runs"), calls.read_text()
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_stops_before_its_end_and_asks_once_for_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     first, second = run_ranks(_stop_before_the_end, 2, tmp_path)
