@@ -24,6 +24,9 @@ pytest_plugins = [
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# One thread of torch in each process: more of them wait for each other when all cores are busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Each process that the tests start reads startup/sitecustomize.py, and finds the modules that
 # examples import from their own folder.
 STARTUP = str(Path(__file__).parent / "startup")

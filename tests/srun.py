@@ -59,7 +59,7 @@ def start(command: Sequence[str], variables: dict[str, str]) -> subprocess.Popen
     """Start a Python process with these variables of SLURM and no others."""
     return subprocess.Popen(
         [sys.executable, *command],
-        env={**outside_of_slurm(), "OMP_NUM_THREADS": "1", **variables},
+        env=outside_of_slurm() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -138,7 +138,6 @@ def _torchrun(folder: Path, killed_after: int | None = None) -> list[str]:
             "train.py",
         ],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # otherwise torchrun prints that it sets it
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -56,6 +56,7 @@ def test_a_process_that_srun_did_not_start_stays_alone(variables: dict[str, str]
     assert done.returncode == 0 and "rank 0 of 1 heard ['0']" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_a_task_without_a_known_rank_is_refused_before_it_waits() -> None:
     done = _run(["-c", JOIN], task_variables(SLURM_NTASKS="1"))
     assert done.returncode == 1 and "unset SLURM_STEP_ID" in done.stdout, done.stdout
@@ -74,7 +75,7 @@ def test_tasks_of_another_trainer_are_not_several_runs_in_one_folder(tmp_path: P
 def _run(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
-        env={**outside_of_slurm(), "OMP_NUM_THREADS": "1", **variables},
+        env=outside_of_slurm() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,6 @@
 """The example of an agent with a database, killed twice between its snapshots."""
 
 import json
-import os
 import re
 import sqlite3
 import subprocess
@@ -46,7 +45,6 @@ def live(command: list[str], log: Path, kill_after: int | None) -> list[tuple[in
     with log.open("w") as output:
         job: Any = subprocess.Popen(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -56,7 +56,7 @@ class Job:
         self.root = root
         self.process = subprocess.Popen(
             [sys.executable, "-c", _JOB, str(root), json.dumps(options)],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         if wait:
             self.wait_for("step_*")

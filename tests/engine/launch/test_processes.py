@@ -243,6 +243,7 @@ def test_a_host_without_room_for_a_server_is_an_error_without_other_advice(
         processes.wait_until_up(stretched(START_S))
 
 
+@pytest.mark.slow
 def test_a_server_whose_port_was_taken_is_started_on_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

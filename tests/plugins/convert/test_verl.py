@@ -66,6 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return root, run_ranks(_train_and_save, 2, str(root))[0]
 
 
+@pytest.mark.slow
 def test_a_generation_of_a_verl_step_goes_on_with_the_step_that_verl_would_take(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
