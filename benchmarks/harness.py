@@ -1,9 +1,10 @@
 """Rounds, ratios and their spread, and the JSON file that keeps them.
 
-All ways run in the same processes on the same model, in turns (A B C A B C ...), after one warm-up
-round. In every round each way is divided by the limit measured in that round, so that a slow minute
-of the machine slows both. The median of these ratios is the figure. The first and third quartile
-are its spread.
+All ways run in the same processes on the same model, in turns (A B C, B C A, ...), after one
+warm-up round. Each round begins with another way, because the first one may find the machine in
+another state. In every round each way is divided by the limit measured in that round, so that a
+slow minute of the machine slows both. The median of these ratios is the figure. The first and third
+quartile are its spread.
 """
 
 import json
@@ -108,18 +109,34 @@ class Figure:
 Benchmark = Callable[[Options], list[Figure]]
 
 
-def interleave(ways: Mapping[str, Way], rounds: int) -> Times:
+def interleave(
+    ways: Mapping[str, Way],
+    rounds: int,
+    prepare: Callable[[], object] | None = None,
+) -> Times:
     """Call every way in turn, in one warm-up round and then ``rounds`` rounds, and collect the
     values by round.
+
+    Args:
+        prepare: called before each way, and not measured.
     """
     # A round calls every way once, so that a slow minute of the machine slows all of them.
-    times: Times = {}
+    names = list(ways)
+    rows: list[dict[str, Mapping[str, float]]] = []
     for number in range(rounds + 1):
-        for name, way in ways.items():
-            measured = way()
-            if number == 0:
-                continue  # the warm-up round
-            for what, value in measured.items():
+        first = number % len(names)
+        row = {}
+        for name in names[first:] + names[:first]:
+            if prepare is not None:
+                prepare()
+            row[name] = ways[name]()
+        rows.append(row)
+
+    # Without the warm-up round, and in the order of the ways.
+    times: Times = {}
+    for row in rows[1:]:
+        for name in names:
+            for what, value in row[name].items():
                 times.setdefault(what, {}).setdefault(name, []).append(value)
     return times
 

@@ -158,10 +158,11 @@ def _measure_save(session: Session) -> Times:
             _remove(session, written)
             return {what: seconds}
 
-        ways = {RAW_WRITE: lambda: once(raw.write, raw.path)}
+        write_raw = partial(once, raw.write, raw.path)
+        ways = {RAW_WRITE: write_raw}
         for name, saver in savers.items():
             ways[name] = partial(once, partial(saver.save, path), path)
-        return interleave(ways, session.options.rounds)
+        return interleave(ways, session.options.rounds, prepare=write_raw)
 
     areal = "AReaL gather+save_pretrained"
     as_they_are: dict[str, Saver] = {

@@ -1,8 +1,8 @@
 """`save_stall`: cost of a snapshot for training. `save`: speed at which it reaches the disk.
 
-The folder of a way is removed before the next way starts, so that all find the disk in the same
-state. The removal is not measured. Steps that are trained during a background save share the
-machine with it. That cost counts, and is included in ``step``.
+The folder of a way is removed before the next way starts, and as many bytes are written, so that
+all find the disk and the page cache in the same state. Neither is measured. Steps that are trained
+during a background save share the machine with it. That cost counts, and is included in ``step``.
 """
 
 import math
@@ -169,14 +169,14 @@ def _measure_stall(session: Session) -> Times:
     }
     savers |= bench.rivals()
 
-    # The limits come first. They have one of the two values each.
+    # The limits have one of the two values each.
     ways: dict[str, Way] = {
         COPY: lambda: {"blocking": session.seconds(bench.buffer.copy)},
         STEPS: lambda: {"total": session.seconds(steps)},
     }
     for name, saver in savers.items():
         ways[name] = partial(stall, saver)
-    times = interleave(ways, session.options.rounds)
+    times = interleave(ways, session.options.rounds, prepare=bench.raw)
     bench.close()
     return times
 
@@ -206,11 +206,11 @@ def _measure_save(session: Session) -> Times:
     }
     savers |= bench.rivals()
 
-    # The limit comes first. The last way shows what the digests of the sync way cost.
+    # The last way shows what the digests of the sync way cost.
     ways: dict[str, Way] = {RAW: bench.raw}
     for name, saver in savers.items():
         ways[name] = partial(durable, saver)
     ways[ours.NO_DIGEST] = partial(durable, sync, digests=False)
-    times = interleave(ways, session.options.rounds)
+    times = interleave(ways, session.options.rounds, prepare=bench.raw)
     bench.close()
     return times
