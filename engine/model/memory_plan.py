@@ -38,7 +38,7 @@ from ..training.model import (
     describe_unusable,
 )
 from ..training.muon import trained_matrices
-from ..training.sharding import block_classes
+from ..training.sharding import block_classes, embedding_group
 from ..training.vision import require_whole_rows
 
 logger = get_logger(__name__)
@@ -60,8 +60,8 @@ _attended: ContextVar[Callable[[str, Tensor], None]] = ContextVar("attended")
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP2 gathers together (a block, or everything outside of the blocks), and
-    what they keep.
+    """Parameters that FSDP2 gathers together (a block, the embedding, or the rest), and what they
+    keep.
 
     Attributes:
         dense, experts: elements of the parameters, which several ranks can share in different ways.
@@ -118,23 +118,33 @@ class AnswerGroup:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model, before it is spread over ranks. The result of `measure_model`."""
+    """Sizes of a model, before it is spread over ranks. The result of `measure_model`.
+
+    Attributes:
+        embedding: the `embedding_group`. Without one it is empty, and the embedding is in ``rest``.
+    """
 
     blocks: tuple[Unit, ...]
+    embedding: Unit
     rest: Unit
     hidden_size: int
     vocab_size: int
     key_value_heads: int
 
     @property
+    def units(self) -> tuple[Unit, ...]:
+        """All parameters."""
+        return (*self.blocks, self.embedding, self.rest)
+
+    @property
     def n_parameters(self) -> int:
         """Number of parameters."""
-        return sum(unit.dense + unit.experts for unit in (*self.blocks, self.rest))
+        return sum(unit.dense + unit.experts for unit in self.units)
 
     @property
     def n_trained(self) -> int:
         """Number of trained parameters."""
-        return sum(unit.trained + unit.trained_experts for unit in (*self.blocks, self.rest))
+        return sum(unit.trained + unit.trained_experts for unit in self.units)
 
     @property
     def n_in_matrices(self) -> int:
@@ -220,9 +230,12 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
         # The rest comes after the blocks: it is what is left of the model's parameters.
         matrices = {id(param) for param in trained_matrices(modules)}
         seen = set[int]()
-        *units, rest = [
-            _unit(module, kept[module], stored, matrices, seen) for module in (*modules, model)
-        ]
+        units = [_unit(module, kept[module], stored, matrices, seen) for module in modules]
+        embedding = Unit()
+        own_group = embedding_group(model)
+        if own_group is not None:
+            embedding = _unit(own_group, {}, stored, matrices, seen)
+        rest = _unit(model, kept[model], stored, matrices, seen)
 
         # Layers may differ in their numbers, and some versions of transformers have no such view.
         text = model.config.get_text_config(decoder=True)
@@ -230,7 +243,14 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
             getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 1)
             for layer in getattr(text, "per_layer_config", [text])
         ]
-        return ModelSizes(tuple(units), rest, text.hidden_size, text.vocab_size, gcd(*heads))
+        return ModelSizes(
+            blocks=tuple(units),
+            embedding=embedding,
+            rest=rest,
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            key_value_heads=gcd(*heads),
+        )
 
 
 class _Instant(NamedTuple):
@@ -271,7 +291,7 @@ def plan_step(
     assert config.optimizer is not None
     if config.train_vision:
         require_whole_rows(strategy)
-    units = (*sizes.blocks, sizes.rest)
+    units = sizes.units
     tensor_ranks = strategy.tp_size
     expert_ranks = strategy.ep_size
     shards = strategy.world_size // strategy.replicate_size // tensor_ranks
@@ -311,7 +331,8 @@ def plan_step(
     # some results.
     row_tokens = -(-tokens // strategy.cp_size)
     *kept_blocks, kept_rest = [
-        row_tokens * (unit.kept + unit.kept_in_parts / tensor_ranks) for unit in units
+        row_tokens * (unit.kept + unit.kept_in_parts / tensor_ranks)
+        for unit in (*sizes.blocks, sizes.rest)
     ]
     if group is not None:
         # Ranks that share a row have some heads each, for all of its tokens.
@@ -336,12 +357,19 @@ def plan_step(
 
     # Parameters of two blocks are gathered at a time, this one and the next, or stay gathered.
     of_blocks = [item * whole(unit.dense, unit.experts) for unit in sizes.blocks]
+    of_embedding = item * whole(sizes.embedding.dense, sizes.embedding.experts)
     of_rest = item * whole(sizes.rest.dense, sizes.rest.experts)
     if config.fsdp.reshard_after_forward:
-        blocks_at_head = 0
-        blocks_in_block = sum(sorted(of_blocks)[-2:])
+        others_at_head = 0
+        others_in_block = sum(sorted(of_blocks)[-2:])
     else:
-        blocks_at_head = blocks_in_block = sum(of_blocks)
+        others_at_head = others_in_block = sum(of_blocks) + of_embedding
+
+    # Forward of the embedding. Each gathered parameter is copied out of a buffer, which FSDP2 frees
+    # one gather later.
+    at_start = _Instant(
+        gradients=gradients, moments=held_moments, gathered=2 * (of_embedding + of_rest)
+    )
 
     # Backward of the head. The rest of the model is gathered, and its head has a gradient.
     trained_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
@@ -350,7 +378,7 @@ def plan_step(
     at_head = _Instant(
         gradients=gradients,
         moments=held_moments,
-        gathered=gathered_rest + blocks_at_head,
+        gathered=gathered_rest + others_at_head,
         activations=kept,
         head=logits,
     )
@@ -364,16 +392,22 @@ def plan_step(
     in_block = _Instant(
         gradients=gradients,
         moments=held_moments,
-        gathered=gathered_rest + blocks_in_block + in_flight,
+        gathered=gathered_rest + others_in_block + in_flight,
         activations=kept + recomputed,
     )
 
-    # Backward of the rest: its gradients are reduced. Nothing else is left of the micro-batch.
-    reducing = 2 * reduce_item * trained_rest
+    # Backward of embedding and rest: the gradients of both are there, and one after the other is
+    # reduced. Nothing else is left of the micro-batch.
+    trained_embedding = whole(sizes.embedding.trained, 0)
+    both = trained_rest + trained_embedding
+    larger = max(trained_rest, trained_embedding)
+    reducing = reduce_item * (both + larger)
     if not last:
-        reducing = (item + reduce_item) * trained_rest + reduce_item * trained_rest // shards
+        reducing = item * both + reduce_item * larger + reduce_item * larger // shards
     at_end = _Instant(
-        gradients=reduced_gradients, moments=held_moments, gathered=of_rest + reducing
+        gradients=reduced_gradients,
+        moments=held_moments,
+        gathered=of_rest + of_embedding + reducing,
     )
 
     # The optimizer's step. Moments in host memory come block by block, see `host_optimizer`.
@@ -392,7 +426,7 @@ def plan_step(
     on_host = moments - held_moments
     if not weights_stay:
         on_host += weights + 4 * trained
-    peak = max((at_head, in_block, at_end, at_update), key=sum)
+    peak = max((at_start, at_head, in_block, at_end, at_update), key=sum)
     return MemoryPlan(
         weights=weights * weights_stay,
         gradients=peak.gradients,

@@ -29,8 +29,8 @@ def shard_model(
     blocks: tuple[type[nn.Module], ...],
     mesh: DeviceMesh,
 ) -> None:
-    """Shard in place with FSDP2 over `Meshes.fsdp`: one parameter group per block, and one for the
-    rest (embedding, norm, head).
+    """Shard in place with FSDP2 over `Meshes.fsdp`: one parameter group per block, one for the
+    `embedding_group`, and one for the rest (norm, head).
 
     Parameters stay float32. Each group is gathered and computed in ``config.dtype``, and its
     gradient is summed in ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a
@@ -38,10 +38,12 @@ def shard_model(
     through the same blocks.
     """
     options = fsdp_options(config, mesh)
+    embedding = embedding_group(model)
 
     # Inner blocks first, as `fully_shard` requires.
     for module in reversed(list(model.modules())):
-        if isinstance(module, blocks) and not isinstance(module, FSDPModule):
+        in_group = isinstance(module, blocks) or module is embedding
+        if in_group and not isinstance(module, FSDPModule):
             fully_shard(module, **options)
     fully_shard(model, **options)
     set_overlap(model, config.fsdp)
@@ -74,6 +76,30 @@ def fsdp_options(config: TrainEngineConfig, mesh: DeviceMesh) -> dict[str, Any]:
     return options
 
 
+def embedding_group(model: PreTrainedModel) -> nn.Module | None:
+    """The input embedding, if its weight is not the head's, too. Memory that gathers and reduces
+    one of them is then free for the other.
+
+    None if the weight is tied, or if transformers does not find the embedding.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    if embedding is None:
+        return None
+    uses = _uses(model)
+    if any(uses[id(param)] > 1 for param in embedding.parameters()):
+        return None
+    return embedding
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """Id of each parameter -> number of its names. A tied weight has several."""
+    every = model.named_parameters(remove_duplicate=False)
+    return Counter(id(param) for _, param in every)
+
+
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:
     """Classes of the repeated blocks: the named ones, or those that transformers does not split.
 
@@ -93,10 +119,8 @@ def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type
             f"{', '.join(sorted(found))}"
         )
 
-    # A tied weight occurs several times.
     if not names:
-        every = model.named_parameters(remove_duplicate=False)
-        uses = Counter(id(param) for _, param in every)
+        uses = _uses(model)
         for module in model.modules():
             if any(uses[id(param)] > 1 for param in module.parameters()):
                 wanted.discard(type(module).__name__)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
@@ -608,6 +609,32 @@ def test_a_late_gloo_thread_does_not_abort_a_process_after_destroy(tmp_path: Pat
     ]
     job = subprocess.run(command, capture_output=True, text=True, timeout=stretched(80))
     assert job.returncode == 0, job.stderr
+
+
+def _groups(rank: int, world_size: int, folder: str) -> tuple[list[str], list[bool]]:
+    engine = make_engine(folder)
+    groups = [name for name, each in engine.model.named_modules() if isinstance(each, FSDPModule)]
+    sharded = []
+
+    def after_the_blocks(*_: object) -> None:
+        embedding = engine.model.get_input_embeddings()
+        sharded.append(isinstance(embedding.weight, DTensor))
+
+    engine.model.model.norm.register_forward_pre_hook(after_the_blocks)
+    engine.train_batch(rows(make_batch(), slice(rank, None, world_size)), nll, loss_tokens)
+    engine.destroy()
+    return groups, sharded
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_is_gathered_with_the_head_only_if_they_share_their_weight(
+    tied: bool, tmp_path: Path
+) -> None:
+    write_model_folder(tmp_path, tiny_qwen3(tied))
+    own = [] if tied else ["model.embed_tokens"]
+    for groups, sharded in run_ranks(_groups, 2, str(tmp_path)):
+        assert groups == ["", *own, "model.layers.0", "model.layers.1"]
+        assert sharded == [not tied]
 
 
 def _bad_models(rank: int, world_size: int, folder: str) -> None:

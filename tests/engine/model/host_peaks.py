@@ -165,8 +165,8 @@ def measured_and_planned(
     assert config.optimizer is not None
     trained = sizes.n_trained // world_size
     state = plan.weights + moment_bytes(config.optimizer, trained, 0)
-    largest = max(unit.largest for unit in (*sizes.blocks, sizes.rest)) // world_size
-    *blocks, rest = (2 * (unit.dense + unit.experts) for unit in (*sizes.blocks, sizes.rest))
+    largest = max(unit.largest for unit in sizes.units) // world_size
+    *others, rest = (2 * (unit.dense + unit.experts) for unit in sizes.units)
     planned = {
         "loaded": plan.weights,
         "backward": plan.peak,
@@ -177,7 +177,7 @@ def measured_and_planned(
         "publication": state
         + plan.staged
         + 2 * rest
-        + 2 * max(blocks),  # gathered for the probe of the weights
+        + 2 * max(others),  # gathered for the probe of the weights
         "offloaded": max(plan.staged, state),
     }
     return {phase: (found[phase], planned[phase]) for phase in planned}

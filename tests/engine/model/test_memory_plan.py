@@ -277,7 +277,7 @@ def test_the_log_has_the_planned_peak_next_to_the_memory_of_a_gpu(
     config = TrainEngineConfig(path=str(tmp_path), mb_spec=MicroBatchSpec(max_tokens_per_mb=1024))
     (line,) = _logged(caplog, config, gpu)
     assert line.startswith(
-        "a step of 1024 tokens per micro-batch is planned to take 0.295 GB on each rank ("
+        "a step of 1024 tokens per micro-batch is planned to take 0.291 GB on each rank ("
     )
     assert line.endswith("(activations 0.0918, moments 0.0705, head 0.0502); the device has 1 GB")
     (line,) = _logged(caplog, replace(config, mb_spec=MicroBatchSpec(max_tokens_per_mb=8192)), gpu)

@@ -59,6 +59,9 @@ class Model(nn.Module):
         self.embedding, self.tower, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
         self.blocks = nn.ModuleList([Block(), Block()])
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
     def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
         x = self.embedding(x)
         if "t" in reached:
