@@ -21,6 +21,7 @@ Batch = dict[str, Tensor]
 """Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and
 ``[batch]`` tensors (``rewards``). Per-token values are aligned with their token: ``logprobs[i, t]``
 is the log-probability of ``input_ids[i, t]`` given the earlier tokens, and 0 at the first token.
+``routed_experts`` alone, of ``[batch, seqlen, layers, k]``, describes the token as an input.
 """
 
 Trajectories = Batch | Sequence[Batch]

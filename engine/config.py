@@ -192,6 +192,31 @@ class FSDPConfig:
 
 
 @dataclass
+class RouterReplayConfig:
+    """Whose choice of experts a mixture-of-experts model is trained with. The names are verl's."""
+
+    mode: str = "disabled"
+    """``disabled``: the routers of the model choose. ``R3`` (rollout routing replay): a token takes
+    the experts that the inference server took, from ``routed_experts`` of the batch. See
+    docs/rollouts.md.
+    """
+
+    def __post_init__(self) -> None:
+        if self.mode == "R2":
+            raise ConfigError(
+                "config key 'router_replay.mode' is 'R2', the choices of the trainer's own "
+                "log-probability pass, which are not recorded here; expected 'R3', those of the "
+                "inference servers, or 'disabled'"
+            )
+        require_choice("router_replay.mode", self.mode, ("disabled", "R3"))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether choices of servers are replayed."""
+        return self.mode == "R3"
+
+
+@dataclass
 class TrainEngineConfig:
     """One model, its optimizer, and how both are spread over ranks."""
 
@@ -258,6 +283,10 @@ class TrainEngineConfig:
     Mixtral), which is added to the gradient, but not to the reported loss. See `Routers.loss`.
     Null: none, whatever the model's ``config.json`` says. RL of a trained model usually needs none,
     pretraining takes 0.001 to 0.01.
+    """
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    """For mixture-of-experts models that are trained on rollouts: replay the experts that the
+    inference servers chose.
     """
     disable_dropout: bool = True
     """Set every dropout probability to zero. RL needs log-probabilities that repeat. Ranks that
@@ -344,6 +373,8 @@ class TrainEngineConfig:
 
         if self.enable_tree_training:
             self._require_shareable()
+        if self.router_replay.is_on:
+            self._require_replayable()
 
         # A text is a way to recompute, true and false are all or none.
         choice = self.gradient_checkpointing
@@ -408,6 +439,21 @@ class TrainEngineConfig:
         raise ConfigError(
             f"config key 'enable_tree_training' is true, but {other}: only prompts of text, in "
             "packed rows and without dropout, are computed once; change one of them"
+        )
+
+    def _require_replayable(self) -> None:
+        # Only the policy, on text, is sampled by servers that say their choices.
+        if self.is_critic:
+            other = "'is_critic' is true: a critic"
+        elif self.optimizer is None:
+            other = "'optimizer' is null: a reference or teacher"
+        elif self.train_vision:
+            other = "'train_vision' is true: a model that takes images"
+        else:
+            return
+        raise ConfigError(
+            f"config key 'router_replay.mode' is 'R3', but {other} routes its tokens itself; set "
+            "the mode to 'disabled'"
         )
 
     @property

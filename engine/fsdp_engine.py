@@ -74,6 +74,7 @@ from .training.optimizer_step import clip_and_step
 from .training.packed_batch import MicroBatch
 from .training.process_groups import ProcessGroups, close_process_groups, open_process_groups
 from .training.rotary import longest_sequence
+from .training.route_replay import RouteReplay
 from .training.routers import Routers
 from .training.shared_prompts import warn_of_copies
 from .training.vision import Vision
@@ -116,6 +117,7 @@ class FSDPEngine:
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._scoring_head: ScoringHead | None = None
         self._routers: Routers | None = None
+        self._replay: RouteReplay | None = None
         self._rules = NO_RULES
         self._sync_last = False
         self._offload: Offload | None = None
@@ -165,7 +167,7 @@ class FSDPEngine:
         self._train_stats = RunningMeans()
 
         folder = find_model_folder(config, groups.control)
-        model, self._scoring_head = build_initial_model(config, folder, groups)
+        model, self._scoring_head, replay = build_initial_model(config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):
             if config.optimizer is not None:
                 self.optimizer = optimizer_for(model, config.optimizer)
@@ -188,11 +190,13 @@ class FSDPEngine:
             vision,
             n_known,
             config.enable_tree_training,
+            replay.rules,
         )
 
         self._base = base_of(config, folder, groups.control)
         self._model = model
         self._folder = folder
+        self._replay = replay
 
         # The state notes the bits of frozen weights, before they change.
         state = self.dcp_state(has_optimizer)
@@ -224,6 +228,7 @@ class FSDPEngine:
         # These hold the model, too.
         self._scoring_head = None
         self._routers = None
+        self._replay = None
         self._rules = NO_RULES
         self._offload = None
 
@@ -291,7 +296,8 @@ class FSDPEngine:
             ``expert_load_max_over_mean``, over all ranks: tokens of the expert with the most,
             divided by the mean of all experts, averaged over the layers (1 is even). With
             ``router_aux_loss_coef`` also ``router_aux_loss``, without that factor. ``loss`` does
-            not contain it. With ``enable_tree_training`` also ``tree_token_ratio``, over all ranks:
+            not contain it. With ``routed_experts`` in the batch also `ROUTE_STATS`, over all ranks.
+            With ``enable_tree_training`` also ``tree_token_ratio``, over all ranks:
             computed tokens, divided by those of whole sequences.
 
         Raises:
@@ -300,17 +306,20 @@ class FSDPEngine:
         """
         optimizer = self._require_optimizer()
         routers = self._routers
+        replay = self._replay
         assert routers is not None
+        assert replay is not None
         self._require_onloaded(*TAGS)
         self.train()
 
-        weighed = self._cut(batch, loss_weight_fn)
+        weighed = self._cut(batch, loss_weight_fn, trains=True)
         micro_batches = weighed.micro_batches
         if not self.config.gradient_checkpointing:
             warn_of_copies(micro_batches[0].shared)
         meshes = self._meshes
         optimizer.zero_grad()
         routers.start_step(self.device)
+        replay.start_step(self.device)
 
         # Add up the gradients of all micro-batches.
         loss_sum = self._zero_loss()
@@ -319,17 +328,19 @@ class FSDPEngine:
             self.model, len(micro_batches), meshes, self._sync_last
         ) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
-                with routers.recording(mb, share):
-                    loss, depends = self._weighted_loss(mb, share, loss_fn)
-                before_backward(number)
-                # FSDP averages gradients over ranks, but the shares already divide by the total
-                # weight.
-                ((loss + routers.loss(share)) * meshes.fsdp.size()).backward()
+                with replay.of(mb, share):
+                    with routers.recording(mb, share):
+                        loss, depends = self._weighted_loss(mb, share, loss_fn)
+                    before_backward(number)
+                    # FSDP averages gradients over ranks, but the shares already divide by the
+                    # total weight.
+                    ((loss + routers.loss(share)) * meshes.fsdp.size()).backward()
                 loss_sum += loss.detach()
                 n_losses += depends
 
+        of_routers = routers.statistics() | replay.statistics()
         stats = self._clip_and_step(
-            loss_sum, weighed.total, weighed.correction, routers.statistics(), n_losses
+            loss_sum, weighed.total, weighed.correction, of_routers, n_losses
         )
         n_mbs = float(len(micro_batches))
         stats["n_mbs"] = n_mbs
@@ -362,9 +373,12 @@ class FSDPEngine:
             self.model, optimizer, max_norm, self.counters, loss, weight, correction, more, n_losses
         )
 
-    def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
+    def _cut(
+        self, batch: Trajectories, loss_weight_fn: LossWeightFn, trains: bool = False
+    ) -> WeighedBatch:
+        rules = replace(self._rules, needs_routes=trains)
         return split_and_weigh(
-            batch, self.config.mb_spec, loss_weight_fn, self.control_group, self._rules
+            batch, self.config.mb_spec, loss_weight_fn, self.control_group, rules
         )
 
     @torch.no_grad()
@@ -379,7 +393,8 @@ class FSDPEngine:
         weighed = self._cut(batch, loss_weight_fn)
         losses = []
         for mb, share in weighed.shares(self.device):
-            loss, _ = self._weighted_loss(mb, share, loss_fn)
+            with self._replaying(mb, share):
+                loss, _ = self._weighted_loss(mb, share, loss_fn)
             losses.append(loss.double())
 
         # Each rank has the sum of its weighted losses, and its part of the correction.
@@ -420,8 +435,11 @@ class FSDPEngine:
         if post_fn is None:
             post_fn = _values if self.config.is_critic else _logprobs
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, self._rules)
-        moved = (mb.to(self.device) for mb in micro_batches)
-        outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
+        outputs = []
+        for mb in micro_batches:
+            moved = mb.to(self.device)
+            with self._replaying(moved):
+                outputs.append(post_fn(self._output(moved), moved.data).float())
         input_ids = join_trajectories(batch)["input_ids"]
         result = unpack(outputs, micro_batches, *input_ids.shape).to(input_ids.device)
         if isinstance(batch, dict):
@@ -459,6 +477,10 @@ class FSDPEngine:
         if self.config.is_critic:
             return model_output(self.model, mb, self.config.pack_sequences, sequence)
         return ModelOutput(self.model, mb, self.config, self._scoring_head, sequence)
+
+    def _replaying(self, mb: MicroBatch, share: float = 1.0) -> AbstractContextManager[None]:
+        assert self._replay is not None
+        return self._replay.of(mb, share)
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Inside the block the engine uses its base model. ConfigError if it trains all weights."""

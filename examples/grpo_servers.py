@@ -114,6 +114,8 @@ class GRPOServersConfig(GRPOConfig):
                 "servers"
             )
         self.rollout = replace(self.rollout, seed=self.seed, total_steps=self.total_steps)
+        if self.actor.router_replay.is_on:
+            self.rollout = replace(self.rollout, return_routed_experts=True)
         require_choice("publish", self.publish, ("disk", "delta", "adapter"))
 
         # Changes alone are of use only to a server with a mirror.
@@ -159,6 +161,7 @@ class GRPOServersConfig(GRPOConfig):
             lora_rank=self.actor.lora_rank if self.publish == "adapter" else 0,
             lora_modules=self.actor.target_modules,
             lora_versions=self.versions_in_flight,
+            routed_experts=self.rollout.return_routed_experts,
         )
 
     @property

@@ -17,6 +17,7 @@ from ...utils.config import require_at_least, require_choice
 from ...utils.errors import ConfigError
 from ..servers.client import ServerClient
 from ..servers.content_check import DTYPES
+from ..servers.routes import FLAG as RETURN_ROUTES
 from ..servers.sglang import SGLangServer
 from ..servers.vllm import VLLMServer
 
@@ -76,6 +77,8 @@ class ServerSpec:
         sleeps: whether the server can free its GPUs' memory, for turns with the trainer.
         transfer: see `VLLMServer.transfer`. The environment needs the plugin.
         images: whether prompts have images.
+        routed_experts: whether the server returns the experts that it chose, for ``router_replay:
+            {mode: R3}``.
         device: ``cuda``, or ``cpu`` for tests with vLLM.
         extra_flags: further flags, in the server's own notation. Those that Holdfast sets itself
             may not have other values.
@@ -99,6 +102,7 @@ class ServerSpec:
     sleeps: bool = False
     transfer: str | None = None
     images: bool = False
+    routed_experts: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
     extra_flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -120,8 +124,11 @@ class ServerSpec:
                 raise ConfigError("device is 'cpu'; SGLang is started on GPUs only, take vLLM")
             if self.transfer is not None:
                 raise ConfigError("transfer is an option of vLLM; leave it out for SGLang")
-        elif self.device == "cpu" and self.max_model_len is None:
-            raise ConfigError("device is 'cpu', where vLLM needs max_model_len")
+        elif self.device == "cpu":
+            if self.max_model_len is None:
+                raise ConfigError("device is 'cpu', where vLLM needs max_model_len")
+            if self.routed_experts:
+                raise ConfigError("device is 'cpu', where vLLM returns no routed_experts")
 
         # Contradictions come up before anything is started.
         identity = Identity("", "", "")
@@ -214,6 +221,10 @@ class ServerSpec:
             flags["--skip-tokenizer-init"] = ()
         if self.sleeps:
             flags["--enable-sleep-mode"] = ()
+        if self.routed_experts:
+            # It finds them again by the hashes of cached blocks.
+            flags[RETURN_ROUTES] = ()
+            flags["--enable-prefix-caching"] = ()
         if self.transfer is not None:
             flags["--weight-transfer-config"] = (json.dumps({"backend": self.transfer}),)
         if self.lora_rank:
@@ -235,6 +246,8 @@ class ServerSpec:
             flags["--max-running-requests"] = (str(self.max_num_seqs),)
         if self.sleeps:
             flags["--enable-memory-saver"] = ()
+        if self.routed_experts:
+            flags[RETURN_ROUTES] = ()
         if self.lora_rank:
             flags["--enable-lora"] = ()
             flags["--max-lora-rank"] = (str(self.lora_rank),)

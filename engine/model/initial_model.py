@@ -36,6 +36,8 @@ from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers, 
 from ..training.packing import prepare_packing
 from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
+from ..training.route_probe import find_replay
+from ..training.route_replay import RouteReplay
 from ..training.routers import require_routers
 from ..training.sharding import block_classes, shard_model
 from ..training.tensor_parallel import cut_over_ranks, require_cuttable
@@ -50,16 +52,17 @@ logger = get_logger(__name__)
 
 def build_initial_model(
     config: TrainEngineConfig, folder: Path, groups: ProcessGroups
-) -> tuple[PreTrainedModel, ScoringHead | None]:
+) -> tuple[PreTrainedModel, ScoringHead | None, RouteReplay]:
     """Build the model of ``folder``, sharded, with its initial weights. Every rank of ``groups``
     calls this.
 
-    ``config.path`` becomes the name of the base in folders of adapters. Returns the model, and its
-    head if that can return log-probabilities (see `find_scoring_head`), but no head for a critic.
+    ``config.path`` becomes the name of the base in folders of adapters. Returns the model, its head
+    if that can return log-probabilities (see `find_scoring_head`), but no head for a critic, and
+    its routers.
 
     Raises:
         ConfigError: the model cannot be built as configured, see `build_on_meta`,
-            `refuse_quantized`, `prepare_packing`.
+            `refuse_quantized`, `prepare_packing`, `find_replay`.
         CheckpointError: the weights do not load, see `load_hf`.
         PeerError: only other ranks failed.
     """
@@ -128,6 +131,7 @@ def build_initial_model(
     head = None
     if not config.is_critic:
         head = find_scoring_head(model, groups.device, control)
+    replay = find_replay(model, config, meshes, groups.device, control)
     if get_rank(control) == 0:
         log_plan(config, meshes.strategy, groups.device)
 
@@ -161,7 +165,7 @@ def build_initial_model(
     # Exports rename tensors as the plain model does.
     if base is not model:
         set_conversions(model, conversions_of(base))
-    return model, head
+    return model, head, replay
 
 
 def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:

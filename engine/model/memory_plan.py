@@ -38,6 +38,7 @@ from ..training.model import (
     describe_unusable,
 )
 from ..training.muon import trained_matrices
+from ..training.route_replay import route_bytes
 from ..training.sharding import block_classes, embedding_group
 from ..training.vision import require_whole_rows
 
@@ -122,6 +123,7 @@ class ModelSizes:
 
     Attributes:
         embedding: the `embedding_group`. Without one it is empty, and the embedding is in ``rest``.
+        route_bytes: bytes of ``routed_experts`` for each token.
     """
 
     blocks: tuple[Unit, ...]
@@ -130,6 +132,7 @@ class ModelSizes:
     hidden_size: int
     vocab_size: int
     key_value_heads: int
+    route_bytes: int
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -250,6 +253,7 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             key_value_heads=gcd(*heads),
+            route_bytes=route_bytes(model),
         )
 
 

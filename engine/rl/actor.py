@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...utils.errors import BatchError, ConfigError
 from ..api import Batch, LossFn, TrainEngine
-from ..training.batch import validate_batch
+from ..training.batch import ROUTES, validate_batch
 from ..training.logprobs import token_logprobs
 from .advantages import (
     ADV_ESTIMATORS,
@@ -126,13 +126,14 @@ class PPOActor:
 
     def compute_ref_logp(self, batch: Batch) -> Tensor:
         """`compute_logp` of the base under the adapters: ``ref_logp`` for a LoRA policy, without a
-        second model.
+        second model. It routes its tokens itself.
 
         Raises:
             ConfigError: the engine has no adapters. Use another engine with the reference weights.
         """
+        own = {key: entry for key, entry in batch.items() if key != ROUTES}
         with self.engine.adapters_off():
-            return self.compute_logp(batch)
+            return self.compute_logp(own)
 
     def compute_advantages(self, batch: Batch) -> Batch:
         """Return the batch with ``advantages`` ``[B, S]`` and the effective ``loss_mask``. The

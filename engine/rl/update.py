@@ -17,8 +17,16 @@ from ...utils.distributed import any_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
 from ..config import MicroBatchSpec
-from ..training.batch import IMAGES, TOKEN_TYPES, select_rows, sequence_lengths, with_images
+from ..training.batch import (
+    IMAGES,
+    ROUTES,
+    TOKEN_TYPES,
+    select_rows,
+    sequence_lengths,
+    with_images,
+)
 from ..training.partition import partition
+from ..training.route_replay import ROUTE_STATS
 from ..training.routers import ROUTER_STATS
 from ..training.shared_prompts import find_prompts
 from .losses import Stats
@@ -90,7 +98,7 @@ def count_ranks(engine: TrainEngine, flag: bool) -> float:
     return engine.all_reduce_stats({"flag": float(flag)})["flag"]
 
 
-INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES)
+INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES, ROUTES)
 """Entries of a batch that the model reads."""
 
 
@@ -196,8 +204,8 @@ def train_minibatches(
         ``loss`` (weighted by loss tokens), ``grad_norm`` (mean over applied steps), ``lr`` (of the
         last step), ``n_updates``, ``update_skipped`` (steps that the engine refused),
         ``update_successful`` (share of the other steps, as in AReaL), means of the `ROUTER_STATS`
-        of a model with experts and of ``tree_token_ratio``, ``n_tokens``, ``n_loss_tokens`` and
-        ``n_seqs`` (over all ranks).
+        of a model with experts and of ``tree_token_ratio``, the `ROUTE_STATS` of the first step,
+        ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
 
     Raises:
         BatchError: no rank has a loss token.
@@ -248,6 +256,10 @@ def train_minibatches(
     for name in (*ROUTER_STATS, "tree_token_ratio"):
         if name in results[0]:
             stats[name] = sum(step[name] for step in results) / n_updates
+    # Later steps have other weights than the servers.
+    for name in ROUTE_STATS:
+        if name in results[0]:
+            stats[name] = results[0][name]
     for key in own:
         stats[key] = totals[key]
     stats["n_loss_tokens"] = n_loss_tokens

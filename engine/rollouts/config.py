@@ -33,6 +33,10 @@ class RolloutConfig:
     """Longest wait for a server while all are unusable, busy or absent."""
     batch_timeout_s: float = 3600.0
     """Longest wait of `next_batch` for the tickets of a step."""
+    return_routed_experts: bool = False
+    """Keep the experts that servers choose, for ``router_replay: {mode: R3}``. They must have been
+    started with ``--enable-return-routed-experts``.
+    """
     replay: str = "exact"
     """Which recorded answers a start uses. ``exact``: those whose weights exist in this run, in the
     restored generation or made again bit for bit. ``all``: also those of lost weights, for kernels

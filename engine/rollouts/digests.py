@@ -28,7 +28,7 @@ UNPICKLABLE = (
 
 def request_digest(request: ModelRequest) -> str:
     """Digest of everything that a server samples from: token ids, parameters, an explicit seed, and
-    images.
+    images. And of the routed experts that are asked for.
 
     It leaves out ``rid``, ``metadata``, and ``gconfig.n_samples``, which no server gets.
     """
@@ -40,6 +40,8 @@ def request_digest(request: ModelRequest) -> str:
         "seed": request.seed,
         "length": len(ids),
     }
+    if request.routes_from is not None:
+        head["routes_from"] = request.routes_from
     images = request.images
     if images is not None:
         head["images"] = [xxhash.xxh3_128_hexdigest(file) for file in images.files]

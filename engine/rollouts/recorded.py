@@ -12,6 +12,7 @@ that the record carries: then the lost weights were made again, bit for bit.
 Records are kept as encoded bytes until their ticket ends, so that a capture only joins them.
 """
 
+import math
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +37,7 @@ _TOKENS = np.dtype("<u4")
 _NARROW = np.dtype("<f4")
 _WIDE = np.dtype("<f8")
 _STOP_REASONS = ("stop", "length")
+_ROUTE_BYTES = {"uint8": 1, "int16": 2}
 
 
 class Kind(StrEnum):
@@ -85,7 +87,9 @@ class Record:
     The head of an answer has the number of ``tokens``, their ``versions`` as runs ``[version,
     count]``, the ``labels`` of these versions as far as they were known, the reason of the
     ``stop``, and whether the log-probabilities are ``wide``. Its body has the token ids in 32 bits
-    and the log-probabilities in 32, or in 64 if 32 would change one. The body of a call is JSON.
+    and the log-probabilities in 32, or in 64 if 32 would change one. With routed experts the head
+    has their shape and dtype as ``routes``, and the body ends with them. The body of a call is
+    JSON.
     """
 
     place: Place
@@ -116,6 +120,10 @@ class Record:
             "wide": wide,
         }
         body = tokens.tobytes() + (logprobs if wide else narrow).tobytes()
+        routes = response.routed_experts
+        if routes is not None:
+            head["routes"] = [*routes.shape, routes.dtype.name]
+            body += routes.tobytes()
         return cls._encode(place, head, body)
 
     @classmethod
@@ -187,12 +195,18 @@ class Record:
         versions = []
         for version, count in self.head["versions"]:
             versions += [version] * count
+        routes = None
+        if "routes" in self.head:
+            *shape, dtype = self.head["routes"]
+            begin = n_tokens * (_TOKENS.itemsize + kind.itemsize)
+            routes = np.frombuffer(body, dtype, offset=begin).reshape(shape)
         return ModelResponse(
             list(request.input_ids),
             np.frombuffer(body, _TOKENS, n_tokens).tolist(),
             np.frombuffer(body, kind, n_tokens, n_tokens * _TOKENS.itemsize).tolist(),
             versions,
             cast(StopReason, self.head["stop"]),
+            routes,
         )
 
     def _body(self) -> bytes:
@@ -219,9 +233,22 @@ def _check_answer(head: Mapping[str, Any], n_bytes: int) -> None:
     if not isinstance(runs, list) or not all(map(_is_run, runs)):
         raise ValueError(f"its versions are {runs!r:.80}")
     kind = _WIDE if head["wide"] else _NARROW
-    expected = n_tokens * (_TOKENS.itemsize + kind.itemsize)
+    expected = n_tokens * (_TOKENS.itemsize + kind.itemsize) + _route_bytes(head)
     if sum(count for _, count in runs) != n_tokens or n_bytes != expected:
         raise ValueError(f"it has {n_bytes} bytes and versions {runs!r:.80} for {n_tokens} tokens")
+
+
+def _route_bytes(head: Mapping[str, Any]) -> int:
+    if "routes" not in head:
+        return 0
+    routes = head["routes"]
+    if not isinstance(routes, list) or len(routes) != 4:
+        raise ValueError(f"its routed experts are {routes!r:.80}")
+    *shape, dtype = routes
+    are_sizes = all(type(size) is int and size > 0 for size in shape)
+    if not are_sizes or dtype not in _ROUTE_BYTES:
+        raise ValueError(f"its routed experts are {routes!r:.80}")
+    return math.prod(shape) * _ROUTE_BYTES[dtype]
 
 
 def _is_run(run: Any) -> bool:

@@ -46,11 +46,13 @@ class RequestSender:
     """Send the requests of all episodes, on one asyncio loop.
 
     An episode stays at one server, because that server caches its prefix. ``retried`` counts the
-    repeated requests. While ``open`` is not set, no new request is sent.
+    repeated requests. ``wants_routes`` says whether they ask for routed experts. While ``open`` is
+    not set, no new request is sent.
     """
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
         self.retried = 0
+        self.wants_routes = config.return_routed_experts
         self._servers = servers
         self._config = config
         # Servers by their id(): the number of their requests, and those that were absent last.
@@ -177,6 +179,10 @@ class TicketEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """See `EpisodeEngine`."""
+        routes_from = None
+        if self._sender.wants_routes:
+            routes_from = request.routes_from or 0
+        request = replace(request, routes_from=routes_from)
         place = self._place(request_digest(request), Kind.ANSWER)
         record = self._recorded.take(place, self._bounds)
         if record is not None:

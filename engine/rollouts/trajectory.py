@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...utils.errors import BatchError
 from ..api import Batch
 from ..servers.api import ModelResponse
-from ..training.batch import IMAGES, join_images, validate_batch, with_images
+from ..training.batch import IMAGES, ROUTES, join_images, validate_batch, with_images
 
 Trajectory = dict[str, Tensor]
 """The sequences of one ticket, right-padded: ``input_ids``, ``attention_mask``, ``loss_mask``,
@@ -41,6 +42,13 @@ class TokenSequence:
     versions: list[int] = field(default_factory=list)
     # the last completion ended at a length limit
     truncated: bool = False
+    # [tokens, layers, k], experts of all tokens but those since the last sampled one
+    routed_experts: np.ndarray | None = None
+
+    @property
+    def n_routed(self) -> int:
+        """Number of tokens with routed experts: ``routes_from`` of the next request."""
+        return 0 if self.routed_experts is None else len(self.routed_experts)
 
     def extend_given(self, ids: Sequence[int]) -> None:
         """Append tokens that were not sampled, such as a prompt or the answer of a tool."""
@@ -58,6 +66,22 @@ class TokenSequence:
         self.logprobs += response.output_logprobs
         self.versions += response.output_versions
         self.truncated = response.stop_reason == "length"
+        if response.routed_experts is not None:
+            self._add_routes(response.routed_experts)
+
+    def _add_routes(self, routes: np.ndarray) -> None:
+        # The last token was no input. Tokens keep the experts of the weights that sampled them.
+        start = len(self.input_ids) - 1 - len(routes)
+        n_known = self.n_routed
+        if start > n_known:
+            raise BatchError(
+                f"routed experts of a sequence are known up to token {n_known}, and the next ones "
+                f"begin at {start}; ask with ModelRequest(routes_from=sequence.n_routed)"
+            )
+        added = routes[n_known - start :]
+        if self.routed_experts is not None:
+            added = np.concatenate([self.routed_experts, added])
+        self.routed_experts = added
 
 
 def to_trajectory(
@@ -82,7 +106,7 @@ def to_trajectory(
     # In a row of the mask, as many ones as the sequence has tokens.
     ends = torch.tensor(lengths)[:, None]
     truncated = [sequence.truncated for sequence in sequences]
-    return {
+    trajectory = {
         "input_ids": padded("input_ids", torch.int32),
         "attention_mask": torch.arange(longest) < ends,
         "loss_mask": padded("loss_mask", torch.bool),
@@ -91,6 +115,26 @@ def to_trajectory(
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         _TRUNCATED: torch.tensor(truncated, dtype=torch.bool),
     }
+    routes = _padded_routes(sequences, longest)
+    if routes is not None:
+        trajectory[ROUTES] = routes
+    return trajectory
+
+
+def _padded_routes(sequences: Sequence[TokenSequence], length: int) -> Tensor | None:
+    found = []
+    for sequence in sequences:
+        if sequence.routed_experts is not None:
+            found.append(sequence.routed_experts)
+    if not found:
+        return None
+    of_token = found[0].shape[1:]
+    shape = (len(sequences), length, *of_token)
+    padded = np.zeros(shape, np.result_type(*found))
+    for row, sequence in enumerate(sequences):
+        if sequence.routed_experts is not None:
+            padded[row, : sequence.n_routed] = sequence.routed_experts
+    return torch.from_numpy(padded)
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
@@ -136,13 +180,18 @@ def rewards_differ(trajectory: Trajectory) -> bool:
 
 
 def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
-    """Concatenate all sequences, in order, to one batch. Integers and masks become int64.
+    """Concatenate all sequences, in order, to one batch. Integers and masks become int64, but for
+    ``routed_experts``, which would take 8 times the memory.
 
     Ledgers of older versions lack ``truncated``, so a trajectory without it counts as complete.
+    Those of a run that did not ask for routed experts lack them, so their tokens have no choice.
     Raises BatchError if the trajectories differ in other entries.
     """
     if any(_TRUNCATED in each for each in trajectories):
         trajectories = [_with_truncated(each) for each in trajectories]
+    routes = [each[ROUTES] for each in trajectories if ROUTES in each]
+    if routes:
+        trajectories = [_with_routes(each, routes[0]) for each in trajectories]
 
     # All have the entries of the first one.
     names = trajectories[0].keys()
@@ -170,9 +219,16 @@ def _with_truncated(trajectory: Trajectory) -> Trajectory:
     return {_TRUNCATED: complete, **trajectory}
 
 
+def _with_routes(trajectory: Trajectory, others: Tensor) -> Trajectory:
+    if ROUTES in trajectory:
+        return trajectory
+    shape = (*trajectory["input_ids"].shape, *others.shape[2:])
+    return {ROUTES: others.new_zeros(shape), **trajectory}
+
+
 def _widened(name: str, trajectory: Trajectory, length: int) -> Tensor:
     tensor = trajectory[name]
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() and name != ROUTES:
         tensor = tensor.long()
 
     # An entry per token starts with the shape [n, S]. All others are not padded.

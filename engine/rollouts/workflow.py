@@ -229,7 +229,8 @@ class MultiTurnWorkflow:
             shown = None
             if images is not None:
                 shown = images.followed_by(before[len(prompt) :])
-            request = ModelRequest(before, gconfig, images=shown)
+            known = sequence.n_routed or None
+            request = ModelRequest(before, gconfig, images=shown, routes_from=known)
             response = await engine.agenerate(request)
             sequence.extend_sampled(response)
             if sequence.truncated or turn == self._max_turns - 1:

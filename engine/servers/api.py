@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
 from ...utils.config import require_numbers, require_range
 from ...utils.files import StrPath
 from ...utils.manifest import manifest_digest
@@ -104,6 +106,8 @@ class ModelRequest:
         metadata: data of the caller, which is not sent.
         images: the images of the prompt, with the ids that are sent. None: a text, whose
             ``input_ids`` are sent.
+        routes_from: the first input token whose experts the server returns. None: of no token.
+            `RolloutConfig.return_routed_experts` decides for the requests of episodes.
     """
 
     input_ids: Sequence[int]
@@ -112,6 +116,7 @@ class ModelRequest:
     rid: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     images: PromptImages | None = None
+    routes_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,8 @@ class ModelResponse:
         output_versions: version of the weights that sampled each token, from the record of the
             server.
         stop_reason: reason for the end.
+        routed_experts: ``[prompt + completion - 1 - routes_from, layers, k]`` uint8 or int16,
+            experts of the input tokens from ``routes_from`` on. None: not asked for.
     """
 
     input_tokens: list[int]
@@ -132,6 +139,7 @@ class ModelResponse:
     output_logprobs: list[float]
     output_versions: list[int]
     stop_reason: StopReason
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

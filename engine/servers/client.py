@@ -70,6 +70,7 @@ from .content_check import (
 )
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
+from .routes import START, checked_routes
 from .server_calls import ServerCalls
 from .sleep import TAGS, Sleep, SleepCalls, Sleeping
 from .stream import BucketReader
@@ -678,8 +679,11 @@ class ServerClient(ServerCalls):
             if not self._status(calls).paused:
                 self._top_logprobs(calls, 1.0)
 
-    def check_generation(self, gconfig: GenerationHyperparameters) -> None:
-        """Check that the server returns log-probabilities of the distribution that it samples from.
+    def check_generation(
+        self, gconfig: GenerationHyperparameters, routed_experts: bool = False
+    ) -> None:
+        """Check that the server returns log-probabilities of the distribution that it samples from,
+        and with ``routed_experts`` that it was started to return these.
 
         Call it once, before the first completion. It samples one token. If temperature, top-p or
         top-k of ``gconfig`` change the distribution of the model, it samples a second one.
@@ -689,6 +693,8 @@ class ServerClient(ServerCalls):
         """
         what = ", asked for log-probabilities"
         with self._calls(what, self._update_limit_s, ServerError) as calls:
+            if routed_experts and self._returns_routes(calls) is not True:
+                raise calls.refuse(f"it returns no routed experts; {START}")
             plain = self._top_logprobs(calls, 1.0)
             if samples_plainly(gconfig):
                 return
@@ -730,6 +736,9 @@ class ServerClient(ServerCalls):
             response = self._read_completion(request, answer, adapter)
             if request.images is not None:
                 response = replace(response, input_tokens=list(answer["prompt_token_ids"]))
+            if request.routes_from is not None:
+                routes = checked_routes(request, response, self._read_routes(answer))
+                response = replace(response, routed_experts=routes)
         return check_images(request, response, self.name)
 
     async def _ask_completion(self, request: ModelRequest, path: str, body: Json) -> Json:

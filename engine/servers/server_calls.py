@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from .adapters import AdapterFacts
 from .api import ModelRequest, ModelResponse
 from .groups import SenderGroup
@@ -50,6 +52,14 @@ class ServerCalls(ABC):
         answer: Json,
         adapter: str | None,
     ) -> ModelResponse: ...
+
+    @abstractmethod
+    def _read_routes(self, answer: Json) -> np.ndarray:
+        """The experts in the answer to a completion. ValueError if there are none."""
+
+    @abstractmethod
+    def _returns_routes(self, calls: Calls) -> object:
+        """Whether the server says that it was started to return experts."""
 
     @abstractmethod
     def _prompt_logprobs(

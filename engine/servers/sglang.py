@@ -22,12 +22,17 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ...utils.errors import PoisonedServerError, PublishError, ServerError
+from ..hf.versions import published_file
 from .api import ModelRequest, ModelResponse
 from .client import ServerClient
 from .completions import adapter_spans, response_of
+from .content_check import ExpectedAnswer
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
+from .routes import RoutedLayers, decode_flat
 from .sleep import KV_CACHE, NO_MEMORY, Sleep
 from .stream import BucketReader
 from .whole_folders import require_whole
@@ -76,6 +81,7 @@ class SGLangServer(ServerClient):
         super().__post_init__()
         self._paused = False  # how this client left the server
         self._group_name = ""
+        self._layers: RoutedLayers | None = None  # of the published model
 
     # Updates of all weights
 
@@ -140,7 +146,7 @@ class SGLangServer(ServerClient):
 
     def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
         # A worker for each GPU of tensor parallelism, and no further ones.
-        told = calls.get("join", "/server_info", key=self.api_key, advice=_KEYS)
+        told = self._server_info(calls, "join")
         with calls.reading("what GET /server_info says of its workers"):
             workers = int(told["tp_size"])
             apart = {key: told[key] for key in ("dp_size", "pp_size") if told[key] != 1}
@@ -201,6 +207,10 @@ class SGLangServer(ServerClient):
             body["image_data"] = images.urls
             body["return_prompt_token_ids"] = True
             body["sampling_params"]["logit_bias"] = images.logit_bias
+        start = request.routes_from
+        if start is not None:
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = start
         if request.rid:
             body["rid"] = request.rid
         if adapter is not None:
@@ -224,6 +234,19 @@ class SGLangServer(ServerClient):
         if finish["type"] == "stop":
             self._require_stop(request, tokens, finish["matched"])
         return response_of(request, tokens, logprobs, spans, finish["type"])
+
+    def _read_routes(self, answer: Json) -> np.ndarray:
+        meta = answer["meta_info"]
+        text = meta.get("routed_experts")
+        return decode_flat(text, self._layers)
+
+    def _returns_routes(self, calls: Calls) -> object:
+        return self._server_info(calls, "look").get("enable_return_routed_experts")
+
+    def _read_expected(self, path: str) -> ExpectedAnswer | None:
+        config = published_file(path, "config.json")
+        self._layers = RoutedLayers.of(config.parent) or self._layers
+        return super()._read_expected(path)
 
     def _require_stop(self, request: ModelRequest, tokens: Sequence[int], matched: object) -> None:
         """Raise ValueError unless a completion stopped at its last token.
@@ -275,7 +298,7 @@ class SGLangServer(ServerClient):
         self._paused = False
 
     def _keeps_weights(self, calls: Calls) -> bool:
-        told = calls.get("sleep", "/server_info", key=self.api_key, advice=_KEYS)
+        told = self._server_info(calls, "sleep")
         with calls.reading("what GET /server_info says of sleep"):
             if not told["enable_memory_saver"]:
                 raise calls.refuse(
@@ -313,6 +336,9 @@ class SGLangServer(ServerClient):
             tags = [*tags, _GRAPHS]
         body = {"tags": tags}
         calls.tell(phase, path, body, key=self._strongest_key, advice=advice)
+
+    def _server_info(self, calls: Calls, phase: str) -> Json:
+        return calls.get(phase, "/server_info", key=self.api_key, advice=_KEYS)
 
     def _administer(self, calls: Calls, phase: str, path: str, body: Json, **options: Any) -> Json:
         return calls.post(phase, path, body, key=self._strongest_key, **options)

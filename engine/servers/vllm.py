@@ -32,6 +32,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ...utils.config import require_choice
 from ...utils.errors import PoisonedServerError, PublishError
 from .adapters import AdapterFacts
@@ -40,6 +42,7 @@ from .client import NO_LABEL, ServerClient
 from .completions import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
+from .routes import decode_file
 from .sleep import DROPPED, KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
 from .stream import BucketReader
 
@@ -376,6 +379,14 @@ class VLLMServer(ServerClient):
             self._salt = spans[-1]["version"]
         return response
 
+    def _read_routes(self, answer: Json) -> np.ndarray:
+        return decode_file(answer["choices"][0].get("routed_experts"))
+
+    def _returns_routes(self, calls: Calls) -> object:
+        told = _server_info(calls, "look")
+        with calls.reading("what GET /server_info says of the model"):
+            return told["vllm_config"]["model_config"].get("enable_return_routed_experts")
+
     def _generate(
         self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any
     ) -> Json:
@@ -454,4 +465,6 @@ def _sampling_params(request: ModelRequest) -> Json:
     }
     if request.seed is not None:
         params["seed"] = request.seed
+    if request.routes_from is not None:
+        params["routed_experts_prompt_start"] = request.routes_from
     return params

@@ -22,6 +22,11 @@ ROPE_POSITIONS = "rope_position_ids"
 """Per-token entry ``[..., 3]``: temporal, vertical and horizontal position of a token. Only in grid
 models.
 """
+ROUTES = "routed_experts"
+"""Per-token entry ``[..., layers, k]`` of uint8 or int16: the experts that a server took for a
+token as an *input*, in each decoder layer. All other entries describe the token as an output. k
+entries that are not all different, such as zeros, are no choice. Dense layers have zeros.
+"""
 
 
 def images_of(batch: Batch) -> list[Batch] | None:

@@ -32,6 +32,7 @@ from .batch import (
 from .packed_batch import MicroBatch, expand_to_tokens, pack_rows
 from .partition import partition_within, split_until, warn_of_long_rows
 from .rank_parts import Group
+from .route_replay import RouteRules
 from .shared_prompts import Prompts, Unit, find_prompts
 from .vision import Vision
 
@@ -74,6 +75,8 @@ class CutRules:
         vision: how the model takes images. None: it is trained on text.
         n_known_tokens: token ids of the model are below it. None: not known.
         shares_prompts: whether a prompt is once in a row. See `shared_prompts`.
+        routes: what the model requires of `ROUTES`. None: it does not replay them.
+        needs_routes: whether a batch must have them.
     """
 
     row_tokens: int = 0
@@ -82,6 +85,8 @@ class CutRules:
     vision: Vision | None = None
     n_known_tokens: int | None = None
     shares_prompts: bool = False
+    routes: RouteRules | None = None
+    needs_routes: bool = False
 
 
 NO_RULES = CutRules()
@@ -269,6 +274,9 @@ class _Cutter:
         if rules.n_known_tokens is not None:
             image_token = None if rules.vision is None else rules.vision.image_token
             refuse_unknown_tokens(self._batch, rules.n_known_tokens, image_token)
+
+        if rules.routes is not None:
+            rules.routes.check(self._batch, rules.needs_routes)
 
         self._lengths = sequence_lengths(self._batch)
         longest = max(self._lengths)

@@ -228,6 +228,29 @@ class MicroBatch:
             pixels=pixels,
         )
 
+    def in_rows(
+        self,
+        values: Tensor,
+        packed: bool,
+        multiple: int = 1,
+    ) -> Tensor:
+        """Values of whole sequences, ``[T, ...]`` -> those of the tokens that the layers of the
+        model see, in the order of `row` or, if not ``packed``, of `padded`. Filling has zeros.
+
+        Of shared prompts, the values of the first sequence.
+        """
+        if not packed:
+            shape = (len(self.lengths), max(self.lengths))
+            padded = values.new_zeros(*shape, *values.shape[1:])
+            padded[self.rows, self.position_ids] = values
+            return padded.flatten(0, 1)
+        if self.shared is not None:
+            values = values[self.shared.tokens]
+        n_more = self.row_size(multiple) - len(values)
+        # `F.pad` takes a pair for each dimension, the last one first.
+        behind = (0, 0) * (values.dim() - 1)
+        return F.pad(values, (*behind, 0, n_more))
+
     def padded(self) -> Batch:
         """``input_ids`` and ``attention_mask``, ``[n, longest]`` int64, for a model that does not
         support packing.

@@ -41,7 +41,7 @@ class Routers:
         # Modules with experts -> number of the layer, and the number of experts of each layer.
         self._layers: dict[nn.Module, int] = {}
         self._n_experts: list[int] = []
-        self._places = {} if self._coef is None else _routers(model)
+        self._places = {} if self._coef is None else find_routers(model)
         self._records = False
         self._top_k = 1
 
@@ -49,7 +49,7 @@ class Routers:
         count: Any = torch.compiler.disable(self._count_choices)
         keep: Any = torch.compiler.disable(self._keep_logits)
         for module in model.modules():
-            n_experts = _number_of_experts(module)
+            n_experts = number_of_experts(module)
             if n_experts:
                 self._layers[module] = len(self._n_experts)
                 self._n_experts.append(n_experts)
@@ -190,8 +190,8 @@ def require_routers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     """
     if config.router_aux_loss_coef is None:
         return
-    has_experts = any(_number_of_experts(module) for module in model.modules())
-    if has_experts and _routers(model):
+    has_experts = any(number_of_experts(module) for module in model.modules())
+    if has_experts and find_routers(model):
         return
     raise ConfigError(
         f"config key 'router_aux_loss_coef' is {config.router_aux_loss_coef}, but transformers "
@@ -199,7 +199,7 @@ def require_routers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     )
 
 
-def _number_of_experts(module: nn.Module) -> int:
+def number_of_experts(module: nn.Module) -> int:
     """Number of experts in a module that is called with (hidden states, choices, weights). 0 for
     other modules.
     """
@@ -214,7 +214,7 @@ def _number_of_experts(module: nn.Module) -> int:
     return 0
 
 
-def _routers(model: PreTrainedModel) -> dict[nn.Module, int]:
+def find_routers(model: PreTrainedModel) -> dict[nn.Module, int]:
     """Modules that return the logits of ``output_router_logits`` in transformers -> their place in
     the output.
     """

@@ -287,7 +287,9 @@ _ROLLOUT = {
     "request_retries": Fate(
         "renamed", "either counts the first request too", to="request_attempts"
     ),
-    "return_routed_experts": _refused("routing is not replayed here", False),
+    "return_routed_experts": Fate(
+        "same", "the actor replays them with `router_replay: {mode: R3}`"
+    ),
     "deterministic_sampling": _ignored("each sample has the seed of its ticket", False),
     **dict.fromkeys(
         ("consumer_batch_size", "queue_size"), _ignored("a step takes the batch of the loader")

@@ -440,6 +440,7 @@ def _found(
         "fits_after_changes": bool(changes) and _peak_after(changes, case) <= usable,
         "shared_prompts": None if case.answers is None else {"factor": case.answers.factor},
         "bytes_on_disk": {"generation": generation, "export": export},
+        "routed_experts_bytes_per_token": sizes.route_bytes,
         "bytes_in_host_memory_per_node": {"state": case.on_host, "snapshots": case.staged},
         "seconds": {"snapshot": generation / bandwidth, "publication": export / bandwidth},
     }
@@ -472,6 +473,9 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
     ):
         text = f"{size_text(stored)}, {seconds_text(took)}"
         rows.append((f"disk for a {what}", text))
+    per_token = found["routed_experts_bytes_per_token"]
+    if per_token:
+        rows.append(("routed experts of a token (router_replay)", size_text(per_token)))
     print_table(("", ""), rows)
 
 

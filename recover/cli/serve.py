@@ -58,6 +58,9 @@ _LOOK_S = 0.5
 )
 @click.option("--transfer", help="Backend of weights that are sent, see VLLMServer.")
 @click.option("--images", is_flag=True, help="Prompts have images.")
+@click.option(
+    "--routed-experts", is_flag=True, help="Return the experts of each token (router_replay)."
+)
 @click.option("--cpu", is_flag=True, help="Compute on the CPU, for tests.")
 @click.option(
     "--published",

@@ -41,6 +41,18 @@ def test_a_server_of_adapters_has_room_for_their_rank_and_versions() -> None:
     assert "down_proj" in command(ServerSpec("vllm", "/model", lora_rank=8))
 
 
+def test_a_server_that_returns_experts_keeps_its_prefix_cache() -> None:
+    spec = ServerSpec("vllm", "/model", routed_experts=True)
+    assert "--enable-return-routed-experts --enable-prefix-caching " in command(spec)
+    spec = ServerSpec("sglang", "/model", routed_experts=True)
+    assert "--enable-return-routed-experts " in command(spec)
+    flags = ["--no-enable-prefix-caching"]
+    with pytest.raises(ConfigError, match="Holdfast starts the server with '--enable-prefix"):
+        ServerSpec("vllm", "/model", routed_experts=True, extra_flags=flags)
+    with pytest.raises(ConfigError, match="'cpu', where vLLM returns no routed_experts"):
+        ServerSpec("vllm", "/m", device="cpu", max_model_len=64, routed_experts=True)
+
+
 def test_a_server_on_a_cpu_computes_no_prompt_in_parts() -> None:
     spec = ServerSpec("vllm", "/model", device="cpu", max_model_len=64, max_num_seqs=8)
     assert "--enforce-eager --max-num-batched-tokens 512 " in command(spec)

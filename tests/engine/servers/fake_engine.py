@@ -83,6 +83,7 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
     cache: str | None = None
     reason: str | None = None
 
@@ -342,6 +343,7 @@ class FakeEngine:
             logprob -= MIXED
         request.tokens.append(token)
         request.logprobs.append(logprob)
+        request.versions.append(weights.version)
         if not request.starts or request.starts[-1][0] != self.label:
             request.starts.append((self.label, position))
         version = weights.version

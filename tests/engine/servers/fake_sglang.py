@@ -13,6 +13,7 @@ from tests.engine.servers.fake_adapters import sglang_adapter_routes
 from tests.engine.servers.fake_distributed import sglang_distributed_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation
 from tests.engine.servers.fake_images import Eyes
+from tests.engine.servers.fake_routes import FakeRoutes
 
 HEALTH_LIMIT_S = 0.3
 """Time limit of ``/health``. That of SGLang is 20 s."""
@@ -32,6 +33,7 @@ def application(
     dp_size: int = 1,
     eos: int = 7,
     eyes: Eyes = Eyes(),  # noqa: B008 - frozen
+    routes: FakeRoutes | None = None,
 ) -> web.Application:
     """The HTTP application of a fake SGLang.
 
@@ -50,6 +52,7 @@ def application(
         dp_size: ``--dp-size``.
         eos: end-of-sequence token of the model's config.
         eyes: what it does with images.
+        routes: ``--enable-return-routed-experts``.
     """
 
     def check(request: web.Request, key: str | None) -> None:
@@ -145,6 +148,7 @@ def application(
         check(request, api_key)
         flags: dict[str, Any] = {"max_req_input_len": most_tokens - 5}
         flags |= {"enable_memory_saver": memory_saver, "enable_weights_cpu_backup": cpu_backup}
+        flags |= {"enable_return_routed_experts": routes is not None}
         flags |= {"tp_size": 1, "dp_size": dp_size, "pp_size": 1}
         return web.json_response(flags)
 
@@ -253,6 +257,9 @@ def application(
             if asked
             else [],
         }
+        if routes is not None and body.get("return_routed_experts"):
+            found = routes.of_generation(generation, body.get("routed_experts_start_len", 0))
+            meta["routed_experts"] = routes.as_flat(found)
         answer = {"text": "", "output_ids": generation.tokens, "meta_info": meta}
         return web.json_response(
             answer | ({"prompt_token_ids": ids} if body.get("return_prompt_token_ids") else {})

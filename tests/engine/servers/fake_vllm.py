@@ -12,6 +12,7 @@ from tests.engine.servers.fake_adapters import MODULES, LoadedAdapter, vllm_adap
 from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
 from tests.engine.servers.fake_images import Eyes
 from tests.engine.servers.fake_plugin import weight_transfer_routes
+from tests.engine.servers.fake_routes import FakeRoutes
 
 TAGS = ("weights", "kv_cache")
 
@@ -36,6 +37,7 @@ def application(
     lora_modules: list[str] | None = MODULES,
     served_name: str = "/model",
     eyes: Eyes = Eyes(),  # noqa: B008 - frozen
+    routes: FakeRoutes | None = None,
 ) -> web.Application:
     """The HTTP application of a fake vLLM.
 
@@ -58,6 +60,7 @@ def application(
         lora_modules: ``--lora-target-modules``. None: all, including the head.
         served_name: ``--served-model-name``.
         eyes: what it does with images.
+        routes: ``--enable-return-routed-experts``.
     """
     limits = {"max_lora_rank": max_lora_rank, "max_loras": max_loras, "max_cpu_loras": max_loras}
     lora_config = {**limits, "target_modules": lora_modules} if lora else None
@@ -188,13 +191,17 @@ def application(
             entries[0]["top_logprobs"] = [
                 {"token_id": t, "logprob": p, "rank": 1} for t, p in top.items()
             ]
-        choice = {
+        choice: Json = {
             "index": 0,
             "token_ids": generation.tokens,
             "finish_reason": generation.reason,
             "logprobs": {"content": entries},
             "weight_versions": generation.spans,
         }
+        if routes is not None:
+            start = params.get("routed_experts_prompt_start", 0)
+            found = routes.of_generation(generation, start)
+            choice["routed_experts"] = routes.as_file(found)
         answer = {
             "request_id": generation.rid,
             "model": model,
@@ -236,7 +243,10 @@ def application(
     app.add_routes([web.get("/v1/models", models)])
     if dev_mode:
         config = {
-            "model_config": {"enable_sleep_mode": sleep_mode},
+            "model_config": {
+                "enable_sleep_mode": sleep_mode,
+                "enable_return_routed_experts": routes is not None,
+            },
             "device_config": {"device": device},
         }
         app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating, config))

@@ -3,6 +3,7 @@ hashed weights.
 """
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,12 +63,14 @@ def publish_model(
     return str(folder)
 
 
-def publish_hashed(root: Path, version: int) -> str:
-    """Publish a folder for hashed weights and return its path."""
+def publish_hashed(root: Path, version: int, config: dict[str, int] | None = None) -> str:
+    """Publish a folder for hashed weights, perhaps with a config, and return its path."""
     folder = version_path(root, version)
     folder.mkdir(parents=True)
-    entry = write_entry(folder, "model.safetensors", save({"version": torch.tensor(version)}))
-    write_manifest(folder, [entry], {"weight_version": version})
+    entries = [write_entry(folder, "model.safetensors", save({"version": torch.tensor(version)}))]
+    if config is not None:
+        entries.append(write_entry(folder, "config.json", json.dumps(config).encode()))
+    write_manifest(folder, entries, {"weight_version": version})
     return str(folder)
 
 

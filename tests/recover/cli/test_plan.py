@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from tests.engine.seeing import config_of
 from tests.recover.cli.commands import answer, holdfast
@@ -40,6 +40,15 @@ def test_a_plan_names_parts_peak_disk_and_changes_that_make_it_fit(qwen3_8b: Pat
     again = answer("plan", qwen3_8b, "--gpus", "8", "--checkpointing")
     assert again["fits"] and again["changes"] == []
     assert again["bytes_per_gpu"]["peak"] == found["changes"][0]["peak_bytes"]
+
+
+def test_the_plan_of_a_model_with_experts_says_what_their_choices_take(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=3, num_experts=16, num_experts_per_tok=8)
+    config.save_pretrained(tmp_path)
+    assert answer("plan", tmp_path)["routed_experts_bytes_per_token"] == 24
+    code, out, _ = holdfast("plan", tmp_path)
+    words = " ".join(out.split())
+    assert code == 0 and "routed experts of a token (router_replay) 24 B" in words
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Experts that a server of a mixture-of-experts model chose, as its answers have them.
+
+Both kinds of servers return ``[prompt + answer - 1 - start, decoder layers, k]``: row t is of the
+input token ``start + t``, so the last sampled token has none. Dense layers are zeros. vLLM sends a
+file of numpy, SGLang flat int32 (source of vLLM 0.32 and SGLang 0.5.23).
+"""
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..model_folder import read_raw_config
+from .api import ModelRequest, ModelResponse
+
+FLAG = "--enable-return-routed-experts"
+START = f"start the server with {FLAG}"
+_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_SMALL = 256
+"""Most experts whose numbers fit into uint8."""
+
+
+class RoutedLayers(NamedTuple):
+    """Decoder layers of a model, and the experts of a token and of a layer."""
+
+    n_layers: int
+    top_k: int
+    n_experts: int
+
+    @staticmethod
+    def of(folder: Path) -> "RoutedLayers | None":
+        """Read the ``config.json`` of a folder. None: it does not say all of them."""
+        try:
+            config = read_raw_config(folder)
+        except OSError:
+            return None
+        text = config.get("text_config")
+        if isinstance(text, Mapping):
+            config = text
+        counts = [config[key] for key in _COUNTS if isinstance(config.get(key), int)]
+        n_layers = config.get("num_hidden_layers")
+        top_k = config.get("num_experts_per_tok")
+        if not counts or not isinstance(n_layers, int) or not isinstance(top_k, int):
+            return None
+        return RoutedLayers(n_layers, top_k, counts[0])
+
+
+def decode_file(text: str | None) -> np.ndarray:
+    """Decode base64 of a ``.npy`` with unsigned integers."""
+    content = io.BytesIO(_bytes_of(text))
+    try:
+        return np.load(content, allow_pickle=False)
+    except EOFError as error:
+        raise ValueError(f"its routed experts are cut off: {error}") from error
+
+
+def decode_flat(text: str | None, layers: RoutedLayers | None) -> np.ndarray:
+    """Decode base64 of int32 for a model with these layers."""
+    if layers is None:
+        raise ValueError(
+            "its routed experts have no shape: no weights were published through this client "
+            "whose config.json says num_hidden_layers, num_experts_per_tok and one of "
+            f"{list(_COUNTS)}"
+        )
+    flat = np.frombuffer(_bytes_of(text), "<i4")
+    if not ((flat >= 0) & (flat < layers.n_experts)).all():
+        raise ValueError(
+            f"its routed experts are {flat.min()} to {flat.max()}; expected 0 to "
+            f"{layers.n_experts - 1}"
+        )
+    routes = flat.reshape(-1, layers.n_layers, layers.top_k)
+    return routes.astype(np.uint8 if layers.n_experts <= _SMALL else np.uint16)
+
+
+def checked_routes(
+    request: ModelRequest,
+    response: ModelResponse,
+    routes: np.ndarray,
+) -> np.ndarray:
+    """The routes of a completion as uint8, or int16 for more than 256 experts.
+
+    ValueError if they are not of its tokens, or no token has a choice, as kernels without support
+    for it return them.
+    """
+    assert request.routes_from is not None
+    n_rows = len(request.input_ids) + len(response.output_tokens) - 1 - request.routes_from
+    if routes.ndim != 3 or len(routes) != n_rows or routes.dtype not in (np.uint8, np.uint16):
+        raise ValueError(
+            f"its routed experts are {routes.dtype} of shape {list(routes.shape)}; expected "
+            f"uint8 or uint16 of [{n_rows}, layers, experts of a token]"
+        )
+    ordered = np.sort(routes, axis=-1)
+    all_differ = (ordered[..., 1:] != ordered[..., :-1]).all(axis=-1)
+    if not all_differ.any():
+        raise ValueError(f"no token has routed experts, all are like {routes[:1].tolist()!s:.80}")
+    if routes.dtype == np.uint16:
+        return routes.astype(np.int16)
+    return routes
+
+
+def _bytes_of(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError(f"it has no routed experts, but {text!r:.40}; {START}")
+    return base64.b64decode(text, validate=True)

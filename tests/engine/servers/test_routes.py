@@ -1,0 +1,138 @@
+"""Experts in the answers of servers: their tokens, their weights, and servers that return none."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.engine.servers import SGLangServer, VLLMServer
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from holdfast.engine.servers.routes import RoutedLayers, decode_file, decode_flat
+from holdfast.utils.errors import ServerError
+from tests.engine.servers.fake_routes import FakeRoutes
+from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.folders import publish_hashed
+from tests.engine.servers.test_completions import CLIENTS, PLAIN, generated
+
+pytestmark = pytest.mark.timeout(60)
+
+ROUTES = FakeRoutes()
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def fake(kind: str, tmp_path: Path) -> Iterator[FakeServer]:
+    with FakeServer(kind, tmp_path, token_s=0.002, routes=ROUTES) as server:
+        yield server
+
+
+def serving(kind: str, fake: FakeServer, tmp_path: Path) -> VLLMServer | SGLangServer:
+    client = CLIENTS[kind](fake.url)
+    client.update_weights_from_disk(publish_hashed(tmp_path / "w", 1, ROUTES.config), 1)
+    return client
+
+
+def asked(start: int | None, count: int = 6, prompt: int = 1) -> ModelRequest:
+    gconfig = GenerationHyperparameters(max_new_tokens=count)
+    return ModelRequest([prompt, 2, 3, 4], gconfig, seed=1, routes_from=start)
+
+
+def expected(response: ModelResponse, start: int, routes: FakeRoutes = ROUTES) -> np.ndarray:
+    """The experts that the fake took, by the weights of each token."""
+    ids = [*response.input_tokens, *response.output_tokens[:-1]]
+    versions = response.output_versions
+    by = [versions[0]] * (len(response.input_tokens) - 1) + versions
+    return routes.of(ids, by, start)
+
+
+def test_an_answer_has_the_experts_of_the_tokens_that_were_asked_for(
+    kind: str, fake: FakeServer, tmp_path: Path
+) -> None:
+    server = serving(kind, fake, tmp_path)
+    for start, n_rows in ((0, 9), (3, 6)):
+        response = asyncio.run(server.agenerate(asked(start)))
+        routes = response.routed_experts
+        assert routes is not None and routes.dtype == np.uint8 and routes.shape == (n_rows, 3, 2)
+        assert np.array_equal(routes, expected(response, start))
+    assert asyncio.run(server.agenerate(asked(None))).routed_experts is None
+
+
+def test_tokens_keep_the_experts_of_the_weights_that_sampled_them(
+    kind: str, fake: FakeServer, tmp_path: Path
+) -> None:
+    server = serving(kind, fake, tmp_path)
+
+    async def update_meanwhile() -> ModelResponse:
+        flying = asyncio.create_task(server.agenerate(asked(0, 200)))
+        await generated(fake, 50)
+        folder = publish_hashed(tmp_path / "w", 2, ROUTES.config)
+        await asyncio.to_thread(server.update_weights_from_disk, folder, 2)
+        return await flying
+
+    response = asyncio.run(update_meanwhile())
+    assert set(response.output_versions) == {1, 2}
+    assert response.routed_experts is not None
+    assert np.array_equal(response.routed_experts, expected(response, 0))
+
+
+def test_a_server_that_returns_no_experts_is_told_apart(kind: str, tmp_path: Path) -> None:
+    start = "start the server with --enable-return-routed-experts"
+    with FakeServer(kind, tmp_path) as fake:
+        server = serving(kind, fake, tmp_path / "without")
+        server.check_generation(PLAIN)
+        with pytest.raises(ServerError, match=f"returns no routed experts; {start}"):
+            server.check_generation(PLAIN, routed_experts=True)
+        with pytest.raises(ServerError, match=f"it has no routed experts, but None; {start}"):
+            asyncio.run(server.agenerate(asked(0)))
+    with FakeServer(kind, tmp_path, routes=FakeRoutes(broken=True)) as fake:
+        server = serving(kind, fake, tmp_path / "broken")
+        server.check_generation(PLAIN, routed_experts=True)
+        with pytest.raises(ServerError, match=r"cannot be used: .* no token has routed experts"):
+            asyncio.run(server.agenerate(asked(0)))
+
+
+def test_experts_above_255_take_two_bytes() -> None:
+    many = FakeRoutes(n_experts=300)
+    found = many.of(range(40), [1] * 40)
+    assert found.max() > 255
+    layers = RoutedLayers(many.n_layers, many.top_k, many.n_experts)
+    for decoded in (decode_file(many.as_file(found)), decode_flat(many.as_flat(found), layers)):
+        assert decoded.dtype == np.uint16 and np.array_equal(decoded, found)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_local_experts": 8}, (3, 2, 8)),
+        ({"text_config": ROUTES.config, "num_hidden_layers": 9}, (3, 2, 8)),
+        ({"num_hidden_layers": 3}, None),
+        (None, None),
+    ],
+)
+def test_the_layers_of_a_model_are_read_from_its_config(
+    config: Any, found: Any, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert RoutedLayers.of(tmp_path) == found
+
+
+def test_experts_without_a_shape_are_refused() -> None:
+    text = base64.b64encode(bytes(24)).decode()
+    with pytest.raises(ValueError, match="no shape: no weights were published"):
+        decode_flat(text, None)
+    with pytest.raises(ValueError, match="reshape"):
+        decode_flat(text, RoutedLayers(4, 2, 8))
+    with pytest.raises(ValueError, match="are 0 to 7; expected 0 to 6"):
+        decode_flat(ROUTES.as_flat(np.array([0, 7])), RoutedLayers(1, 2, 7))
+    with pytest.raises(ValueError, match="cut off"):
+        decode_file("")
