@@ -1,10 +1,11 @@
 """GRPO on Ray in one file: examples/minimal_grpo.py, whose workers are started again when they die.
 
-    python examples/minimal_grpo_ray.py python=/envs/vllm/bin/python gpu=2 ranks=2
+    python examples/minimal_grpo_ray.py python=/envs/vllm/bin/python ranks=2 gpus_per_rank=1
 
-The driver starts the server, samples, and holds the data position. Each worker holds a shard of the
-policy. A worker that dies takes the others with it, and the supervisor starts all of them again
-from the newest snapshot. After the death of the driver, run the same command again.
+Ray places the server and the workers. The driver samples, and holds the data position. Each worker
+holds a shard of the policy. A worker that dies takes the others with it, and the supervisor starts
+all of them again from the newest snapshot. After the death of the driver, run the same command
+again.
 """
 
 import os
@@ -28,7 +29,7 @@ from holdfast.engine import (
     ServerFleet,
     WeightUpdateMeta,
 )
-from holdfast.engine.launch import ServerProcesses, ServerSpec
+from holdfast.engine.launch import RayServers, ServerSpec
 from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig
 from holdfast.engine.rollouts import (
     GenerationHyperparameters,
@@ -52,8 +53,6 @@ class Config:
     """A folder or an id on the hub."""
     python: str = sys.executable
     """Python of an environment with vLLM."""
-    gpu: str | None = None
-    """Device of the server. None: the first one."""
     fileroot: str = "runs/minimal_grpo_ray"
     """Folder for snapshots, published weights, logs of servers and the trained model."""
     ranks: int = 2
@@ -198,10 +197,10 @@ if __name__ == "__main__":
     recover = RecoverConfig(fileroot=config.fileroot)
     ray.init()
 
-    # The server outlives the workers. The driver starts it again when it ends.
+    # The server takes a GPU, outlives the workers, and is started again when it ends.
     how = ServerSpec("vllm", config.model, config.python, dtype=config.dtype)
     with (
-        ServerProcesses(how, 1, recover.trial_root / "servers", config.gpu) as servers,
+        RayServers(how, 1, recover.trial_root / "servers") as servers,
         closing(ServerFleet(servers)) as fleet,
     ):
         Supervisor(recover).run(partial(run, config, fleet))

@@ -28,6 +28,7 @@ from typing import Any
 from ..utils.errors import ConfigError
 from ..utils.helper_group import HelperGroup
 from ..utils.logging import get_logger
+from ..utils.stopping import forget_stop, note_stop
 
 logger = get_logger(__name__)
 
@@ -96,6 +97,7 @@ class StopSignals:
         if not self._listening:
             return
         self._listening = False
+        forget_stop()
         if threading.current_thread() is threading.main_thread():
             self._put_back()
         unanswered = self._unanswered
@@ -111,6 +113,7 @@ class StopSignals:
         """Note that the run stops at this step boundary, so that later signals need no answer."""
         self._granted = True
         self._unanswered = None
+        forget_stop()
 
     def give_up_in_child(self) -> None:
         """Restore the default handlers in a forked child, which could not end in a long call or a
@@ -121,6 +124,7 @@ class StopSignals:
                 ignored = before == signal.SIG_IGN
                 signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
         self._unanswered = None
+        forget_stop()
 
     def _put_back(self) -> None:
         for number, before in self._replaced.items():
@@ -155,6 +159,7 @@ class StopSignals:
                     os.write(2, _INTERRUPTED)
         if not self._granted:
             self._unanswered = received
+            note_stop(received.name)
         self._go_on_without_children()
         self._request(received.name)
 

@@ -242,7 +242,11 @@ class RetriesExhausted(HoldfastError, RuntimeError):
     """
 
 
-# Ends of a run that are no errors.
+# Ends of a run.
+
+
+class StopRequested(HoldfastError, RuntimeError):
+    """The process was asked to stop while it waited for something that may never come."""
 
 
 class AttemptEnded(BaseException):

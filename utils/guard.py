@@ -12,6 +12,9 @@ Processes that have left the group of the program are ended too: those that lose
 children of the guard (Linux only). If the guard itself is killed, `end_guarded` in the keeper ends
 the group of the program.
 
+Ray sends SIGKILL to the children of an actor that it ends, so that nobody could end the group. With
+``sheltered`` the child is another process, the shelter, whose death the guard notices.
+
 This file imports the standard library alone, because it runs as a script in a small process.
 """
 
@@ -41,9 +44,10 @@ def start_guarded(
     output: IO[bytes] | None = None,
     env: Mapping[str, str] | None = None,
     stop_timeout_s: float = 10.0,
+    sheltered: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a command under a guard of this process, and return the guard. It exits with the code
-    of the command.
+    """Start a command under a guard of this process, and return the guard, or its shelter. It exits
+    with the code of the command.
 
         server = start_guarded(["python", "-m", "vllm.entrypoints.openai.api_server"])
         end_guarded(server)
@@ -53,6 +57,7 @@ def start_guarded(
         output: file for its output. None: the output of this process.
         env: its environment. None: the environment of this process.
         stop_timeout_s: time between SIGTERM and SIGKILL.
+        sheltered: whether somebody else may kill the children of this process.
 
     Raises:
         FileNotFoundError: there is no such program.
@@ -61,7 +66,8 @@ def start_guarded(
         raise FileNotFoundError(f"there is no program {command[0]}")
     # This file needs neither site-packages nor the environment of Python.
     python = [sys.executable, "-I", "-S"]
-    guard = [*python, __file__, str(os.getpid()), str(stop_timeout_s)]
+    options = [str(os.getpid()), str(stop_timeout_s), str(int(sheltered))]
+    guard = [*python, __file__, *options]
     program = [str(part) for part in command]
     return subprocess.Popen(
         [*guard, *program],
@@ -110,9 +116,12 @@ def end_group(group: int, timeout_s: float) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def guarded_pid(guard: subprocess.Popen[bytes]) -> int:
+def guarded_pid(guard: subprocess.Popen[bytes], sheltered: bool = False) -> int:
     """Return the process id of the program, or of the guard if the program does not run."""
-    return next(iter(_children(guard.pid)), guard.pid)
+    parent = guard.pid
+    if sheltered:
+        parent = next(iter(_children(parent)), parent)
+    return next(iter(_children(parent)), parent)
 
 
 class _Guard:
@@ -128,16 +137,17 @@ class _Guard:
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # Until the keeper ends, a signal comes, or the program ends.
-        program = subprocess.Popen(command).pid
+        # The object is kept: without a name, it would collect a program that ends at once itself.
+        program = subprocess.Popen(command)
         while os.getppid() == self._keeper and not self._told:
             self._reap()
-            if program in self._codes:
+            if program.pid in self._codes:
                 break
             time.sleep(_LOOK_EVERY_S)
         self._end_all()
 
         # A signal becomes an exit code as in a shell.
-        code = self._codes.get(program, 1)
+        code = self._codes.get(program.pid, 1)
         if code < 0:
             return 128 - code
         return code
@@ -176,6 +186,28 @@ class _Guard:
             self._codes[pid] = os.waitstatus_to_exitcode(status)
 
 
+def _take_shelter(keeper: int) -> int:
+    """Return in a child of this process, with the id of its keeper: this process, the shelter.
+
+    The shelter passes SIGTERM on, and exits with the child, or after ``keeper``. If the child was
+    killed, the shelter ends the group.
+    """
+    shelter = os.getpid()
+    guard = os.fork()
+    if guard == 0:
+        return shelter
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(guard, signal.SIGTERM))
+    while os.getppid() == keeper:
+        ended, status = os.waitpid(guard, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                os.killpg(0, signal.SIGKILL)
+            os._exit(code)
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(1)
+
+
 def _is_tracker(pid: int) -> bool:
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -192,5 +224,12 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in pids]
 
 
+def _main(keeper: str, stop_timeout_s: str, sheltered: str, *command: str) -> int:
+    keeper_pid = int(keeper)
+    if int(sheltered):
+        keeper_pid = _take_shelter(keeper_pid)
+    return _Guard(keeper_pid, float(stop_timeout_s)).run(list(command))
+
+
 if __name__ == "__main__":
-    sys.exit(_Guard(int(sys.argv[1]), float(sys.argv[2])).run(sys.argv[3:]))
+    sys.exit(_main(*sys.argv[1:]))

@@ -73,6 +73,12 @@ def log_tail(log: Path | None, keys: Iterable[str] = ()) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
+    text = "\n".join(text.splitlines()[-_LOG_LINES:])
+    return without_keys(text, keys)
+
+
+def without_keys(text: str, keys: Iterable[str]) -> str:
+    """``text`` with ``***`` for each of ``keys``."""
     for key in keys:
         text = text.replace(key, "***")
-    return "\n".join(text.splitlines()[-_LOG_LINES:])
+    return text

@@ -132,11 +132,13 @@ class ServerSpec:
 
         # Contradictions come up before anything is started.
         identity = Identity("", "", "")
-        self.command("127.0.0.1", 0, identity)
+        self.command("127.0.0.1", 0, identity, "")
         self.variables(identity, "")
 
-    def command(self, host: str, port: int, identity: Identity) -> list[str]:
-        """Return the command that starts a server at an address."""
+    def command(self, host: str, port: int, identity: Identity, config: str) -> list[str]:
+        """Return the command that starts a server at an address. ``config`` is the path of a file
+        with the contents of `config`, if there are any.
+        """
         if self.kind == "vllm":
             module = "vllm.entrypoints.openai.api_server"
             own = self._vllm_flags()
@@ -145,19 +147,26 @@ class ServerSpec:
             module = "sglang.launch_server"
             own = self._sglang_flags()
             own["--model-path"] = (self.model,)
-            own["--api-key"] = (identity.key,)
-            own["--admin-api-key"] = (identity.admin_key,)
+            own["--config"] = (config,)
         own["--host"] = (host,)
         own["--port"] = (str(port),)
         own["--served-model-name"] = (identity.name,)
 
         # The extra flags come last.
         extra = _read_flags(self.extra_flags)
-        _refuse_contradictions(own, extra)
+        _refuse_contradictions(own, self.config(identity), extra)
         command = [self.python, "-m", module]
         for flag, values in (own | extra).items():
             command += [flag, *values]
         return command
+
+    def config(self, identity: Identity) -> dict[str, str]:
+        """Return the flags that no other user of the host may see. Empty: the keys are in the
+        environment.
+        """
+        if self.kind == "vllm":
+            return {}
+        return {"api-key": identity.key, "admin-api-key": identity.admin_key}
 
     def variables(self, identity: Identity, cache: str) -> dict[str, str]:
         """Return the variables to add to the environment, with a folder for compiled code."""
@@ -279,8 +288,13 @@ def _read_flags(given: Sequence[str]) -> Flags:
     return flags
 
 
-def _refuse_contradictions(own: Flags, extra: Flags) -> None:
+def _refuse_contradictions(own: Flags, private: Mapping[str, str], extra: Flags) -> None:
     for name, values in extra.items():
+        if name.removeprefix("--") in private:
+            raise ConfigError(
+                f"extra_flags have {name}, and Holdfast gives each start keys of its own; leave "
+                "the flag out"
+            )
         positive = name.replace("--no-", "--", 1)
         same = own.get(name) == values
         if positive in own and not same:

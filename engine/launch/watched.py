@@ -1,33 +1,29 @@
-"""`WatchedProcess`: a program over all its starts, with a pause after each end and a budget of
+"""`WatchedProcess`: a program that is kept running, with a pause after each end and a budget of
 restarts.
 
 `WatchedServer` and `WatchedMirror` say how the program is started, and whether it works.
 """
 
-import os
 import socket
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from subprocess import Popen
 from typing import ClassVar
 
 from ...utils.config import require_range
 from ...utils.errors import ServerError
-from ...utils.guard import end_guarded, start_guarded
 from ...utils.logging import get_logger
-from ...utils.processes import ProcessId
 from ...utils.threads import on_daemon_thread
 from ..servers.client import ServerClient
-from .records import log_tail
+from .program import Launch, Program, Run
+from .records import without_keys
 from .spec import Identity, ServerSpec
 
 logger = get_logger(__name__)
@@ -38,13 +34,7 @@ _LOOK_LIMIT_S = 5.0
 """Time limit of a look at a server, during which the keeper looks at no other one."""
 _UNANSWERED = 3
 """Requests without an answer in a row, after which a server is asked for one token."""
-_KILL_S = 5.0
-_KEPT_LOGS = 5
 _MIRROR = Path(sys.executable).with_name("holdfast-weights")
-_OF_RANKS = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-}
 _PORT_TAKEN = "ddress already in use"
 
 
@@ -74,11 +64,6 @@ class WatchLimits:
         for name in ("start_timeout_s", "restart_window_s", "hang_timeout_s", "stop_timeout_s"):
             require_range(name, getattr(self, name), low=0.01)
 
-    @property
-    def end_timeout_s(self) -> float:
-        """Time for a guard to end them."""
-        return self.stop_timeout_s + _KILL_S
-
 
 class ProcessState(StrEnum):
     """State of a program."""
@@ -103,35 +88,39 @@ class WatchedProcess(ABC):
         error: why it ended last. None while it is up.
         restarts: number of restarts so far.
         started_in_s: seconds from the last start until it answered.
-        lost_port: whether the last start ended because another program had its port.
-        url: address of the current start.
-        log: log file of the current start.
-        guard: its guard. None if nothing runs.
-        guard_started: start time of its guard, by which a later job knows the process.
+        blameless: whether the last start ended for a reason outside of the program: another one had
+            its port, or its node was lost.
+        run: the current start, or the last one. None before the first.
         if_missing: what to do if there is no such program.
     """
 
     if_missing: ClassVar[str]
 
-    def __init__(self, name: str, logs: Path, host: str, limits: WatchLimits) -> None:
+    def __init__(self, name: str, folder: Path, limits: WatchLimits, launch: Launch) -> None:
         self.name = name
         self.state = ProcessState.WAITING
         self.since = time.time()
         self.error: str | None = None
         self.restarts = 0
         self.started_in_s = 0.0
-        self.lost_port = False
-        self.url = ""
-        self.log: Path | None = None
-        self.guard_started: str | None = None
-        self._logs = logs
-        self._host = host
+        self.blameless = False
+        self.run: Run | None = None
+        self._folder = folder
         self._limits = limits
-        self.guard: Popen[bytes] | None = None
-        self._began = 0.0
+        self._launch = launch
         self._start_at = 0.0
         self._ends: deque[float] = deque(maxlen=limits.max_restarts + 1)
         self._ended = 0  # how often it did, not counting ends because of `hold`
+
+    @property
+    def url(self) -> str:
+        """Address of the current start. Empty as long as it has none."""
+        return "" if self.run is None else self.run.url
+
+    @property
+    def log(self) -> Path | None:
+        """Log file of the current start."""
+        return None if self.run is None else self.run.log
 
     def step(self, hold: bool) -> bool:
         """Start the program if it is time, or look at it. Returns whether its state has changed.
@@ -147,7 +136,7 @@ class WatchedProcess(ABC):
             self._start()
             return True
         if self.state is ProcessState.STARTING and hold:
-            self._end_guard()
+            self._end_run()
             self._note(ProcessState.WAITING, self.error)
             return True
         if self.state in (ProcessState.STARTING, ProcessState.UP):
@@ -162,30 +151,32 @@ class WatchedProcess(ABC):
         """
         started = self.state is ProcessState.STARTING
         self._note(ProcessState.WAITING, problem)
-        self._end_guard()
+        self._end_run()
 
         now = time.monotonic()
-        self.lost_port = started and _PORT_TAKEN in self.log_tail()
+        lost_port = started and _PORT_TAKEN in self.log_tail()
+        self.blameless = lost_port or (self.run is not None and self.run.blameless)
         self._ends.append(now)
         self._ended += 1
         recent = [end for end in self._ends if now - end <= self._limits.restart_window_s]
         if len(recent) > self._limits.max_restarts:
             self._note(ProcessState.FAILED, problem)
+            self.give_up()
             return
         pause_s = min(2.0 ** (len(recent) - 1), _LONGEST_PAUSE_S)
         self._start_at = now + pause_s
 
-    def take_guard(self) -> Popen[bytes] | None:
-        """Return the guard of the current start, for whoever ends it. The process is not watched
-        any more.
-        """
-        guard = self.guard
-        self.guard = None
-        return guard
+    def give_up(self) -> None:
+        """End the current start, and give up its place. The process is not watched any more."""
+        self._end_run()
+        if self.run is not None:
+            self.run.release()
 
     def log_tail(self) -> str:
         """The last lines of the current log, without keys."""
-        return log_tail(self.log, self._keys())
+        if self.run is None:
+            return ""
+        return without_keys(self.run.log_tail(), self._keys())
 
     def describe(self) -> str:
         """Name, state, last error and the end of the log."""
@@ -199,54 +190,49 @@ class WatchedProcess(ABC):
     # Parts of `step`
 
     def _start(self) -> None:
-        port = _free_port(self._host)
-        command, variables = self._program(port)
+        program = self._program()
         self.restarts = self._ended
-
-        # Each start has a log of its own. A full disk must not stop the server.
-        self.log = _new_log(self._logs, self.name)
-        with open(self.log or os.devnull, "ab") as output:
-            environment = {**_own_environment(), **variables}
-            timeout_s = self._limits.stop_timeout_s
-            self.guard = start_guarded(command, output, environment, timeout_s)
-        self.guard_started = ProcessId.of(self.guard.pid).started
-        self.url = f"http://{self._host}:{port}"
-        self._began = time.monotonic()
+        self.run = self._launch(program, self.run)
         self._note(ProcessState.STARTING, self.error)
 
     def _problem(self, now: float) -> str | None:
         """Why the program must be started again, or None."""
-        assert self.guard is not None
-        code = self.guard.poll()
-        if code is not None:
-            return f"it ended with exit code {code}"
+        run = self.run
+        assert run is not None
+        problem = run.problem()
+        if problem is not None:
+            return problem
         if self.state is ProcessState.UP:
             return self._hang(now)
+
+        # It may still wait for a place, which has a time limit of its own.
+        if run.began is None:
+            return None
         if self._answers():
-            self.started_in_s = now - self._began
+            self.started_in_s = now - run.began
             self._note(ProcessState.UP, None)
             return None
-        if now - self._began > self._limits.start_timeout_s:
+        if now - run.began > self._limits.start_timeout_s:
             return f"it did not answer within {self._limits.start_timeout_s:g} s after its start"
         return None
 
-    def _end_guard(self) -> None:
-        guard = self.take_guard()
-        if guard is not None:
-            end_guarded(guard, timeout_s=self._limits.end_timeout_s)
+    def _end_run(self) -> None:
+        if self.run is not None:
+            self.run.end()
 
     def _note(self, state: ProcessState, error: str | None) -> None:
         self.state = state
         self.error = error
         self.since = time.time()
         level = logger.info if error is None else logger.warning
-        level("%s is %s%s", self.name, state, f" ({error})" if error else f" at {self.url}")
+        where = f" at {self.url}" if self.url else ""
+        level("%s is %s%s", self.name, state, f" ({error})" if error else where)
 
     # What depends on the program
 
     @abstractmethod
-    def _program(self, port: int) -> tuple[list[str], Mapping[str, str]]:
-        """The command of a new start, and variables to add to its environment."""
+    def _program(self) -> Program:
+        """The program of a new start."""
 
     @abstractmethod
     def _answers(self) -> bool:
@@ -277,11 +263,11 @@ class WatchedServer(WatchedProcess):
         number: int,
         spec: ServerSpec,
         folder: Path,
-        host: str,
-        gpus: str | None,
         limits: WatchLimits,
+        launch: Launch,
+        gpus: str | None = None,
     ) -> None:
-        super().__init__(f"server_{number}", folder, host, limits)
+        super().__init__(f"server_{number}", folder, limits, launch)
         self.identity = Identity.new()
         self.client: ServerClient | None = None
         self.version: int | None = None
@@ -298,22 +284,35 @@ class WatchedServer(WatchedProcess):
         if self.client is not None:
             self.client.connections.unanswered = _UNANSWERED
 
-    def _program(self, port: int) -> tuple[list[str], Mapping[str, str]]:
-        self.identity = Identity.new()
-        self._token = None
+    def _program(self) -> Program:
+        identity = Identity.new()
+        self.identity = identity
+        self.client = None
         self.version = None
-        variables = self._spec.variables(self.identity, str(self._cache))
+        self._token = None
+        variables = self._spec.variables(identity, str(self._cache))
         if self._gpus is not None:
             variables["CUDA_VISIBLE_DEVICES"] = self._gpus
-        mirror = None if self.mirror is None else self.mirror.url
-        self.client = self._spec.client(f"http://{self._host}:{port}", self.identity, mirror)
-        return self._spec.command(self._host, port, self.identity), variables
+
+        # Keys on the command line could be read by every user of the host.
+        config = self._folder / f"{self.name}.yaml"
+        return Program(
+            self.name,
+            partial(self._spec.command, identity=identity, config=str(config)),
+            variables,
+            self._folder,
+            self._limits.stop_timeout_s,
+            config,
+            self._spec.config(identity),
+        )
 
     def _keys(self) -> tuple[str, ...]:
         return (self.identity.key, self.identity.admin_key)
 
     def _answers(self) -> bool:
-        assert self.client is not None
+        if self.client is None:
+            mirror = None if self.mirror is None else self.mirror.url
+            self.client = self._spec.client(self.url, self.identity, mirror)
         try:
             self.client.require_name(_LOOK_LIMIT_S)
         except ServerError:
@@ -358,15 +357,14 @@ class WatchedMirror(WatchedProcess):
 
     if_missing = "install plugins/weights in the environment of the job"
 
-    def __init__(self, published: Path, folder: Path, host: str, limits: WatchLimits) -> None:
-        super().__init__("mirror", folder, host, limits)
+    def __init__(self, published: Path, folder: Path, limits: WatchLimits, launch: Launch) -> None:
+        super().__init__("mirror", folder, limits, launch)
         self._published = published
         self._local = folder / "mirror"
 
-    def _program(self, port: int) -> tuple[list[str], Mapping[str, str]]:
-        address = f"{self._host}:{port}"
-        command = [str(_MIRROR), "mirror", str(self._published), str(self._local)]
-        return [*command, "--listen", address], {}
+    def _program(self) -> Program:
+        command = partial(_mirror_command, self._published, self._local)
+        return Program(self.name, command, {}, self._folder, self._limits.stop_timeout_s)
 
     def _answers(self) -> bool:
         host, _, port = self.url.removeprefix("http://").partition(":")
@@ -377,33 +375,6 @@ class WatchedMirror(WatchedProcess):
         return True
 
 
-def _own_environment() -> dict[str, str]:
-    """The environment of this process without the rank that its launcher gave it, which torch would
-    take for that of the server.
-    """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
-    }
-
-
-def _new_log(folder: Path, name: str) -> Path | None:
-    """Create a log for the next start and delete old ones. None if that cannot be done."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        numbers = sorted(int(path.name.split(".")[1]) for path in folder.glob(f"{name}.*.log"))
-        for number in numbers[: 1 - _KEPT_LOGS]:
-            (folder / f"{name}.{number}.log").unlink(missing_ok=True)
-        log = folder / f"{name}.{max(numbers, default=0) + 1}.log"
-        log.touch(0o600)  # a server may log its keys
-    except (OSError, ValueError) as error:
-        logger.warning("%s runs without a log: %s", name, error)
-        return None
-    return log
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as one:
-        one.bind((host, 0))
-        return one.getsockname()[1]
+def _mirror_command(published: Path, local: Path, host: str, port: int) -> list[str]:
+    command = [str(_MIRROR), "mirror", str(published), str(local)]
+    return [*command, "--listen", f"{host}:{port}"]

@@ -26,6 +26,7 @@ from ...utils.errors import (
     ServerError,
 )
 from ...utils.logging import get_logger
+from ...utils.stopping import require_no_stop
 from ..servers.api import GenerationServer, ModelRequest, ModelResponse, TimeoutCounter
 from .config import RolloutConfig
 from .digests import UNPICKLABLE, call_digest, request_digest
@@ -91,6 +92,8 @@ class RequestSender:
                 again_s = _LOOK_AGAIN_S
                 if isinstance(error, BusyServerError):
                     again_s = max(error.retry_after_s, again_s)
+                elif all(id(server) in self._absent for server in self.usable()):
+                    require_no_stop("an inference server")
                 await asyncio.sleep(min(again_s, left_s))
 
     async def _send_to_one(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
@@ -133,6 +136,7 @@ class RequestSender:
         while not serving:
             if time.monotonic() > given_up_s:
                 raise RolloutError(f"no server could be used for {limit_s:g} s")
+            require_no_stop("an inference server")
             await asyncio.sleep(_LOOK_AGAIN_S)
             await self.open.wait()
             serving = self.usable()

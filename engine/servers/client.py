@@ -676,8 +676,24 @@ class ServerClient(ServerCalls):
         if self._updating.locked():
             return
         with self._calls(", asked for one token", timeout_s, ServerError) as calls:
-            if not self._status(calls).paused:
+            before = self._status(calls)
+            if before.paused:
+                return
+            try:
                 self._top_logprobs(calls, 1.0)
+            except SlowServerError:
+                # Another client may have paused it meanwhile, which keeps requests waiting.
+                if not self._has_changed(before):
+                    raise
+
+    def _has_changed(self, before: ServerStatus) -> bool:
+        if self._updating.locked():
+            return True
+        try:
+            with self._calls("", self.status_timeout_s, ServerError) as calls:
+                return self._status(calls) != before
+        except ServerError:
+            return False
 
     def check_generation(
         self, gconfig: GenerationHyperparameters, routed_experts: bool = False
@@ -810,12 +826,17 @@ class ServerClient(ServerCalls):
     def _require_name(self, calls: Calls) -> None:
         if self.served_name is None:
             return
-        names, _ = self._model_names(calls)
+        names = self._own_names(calls)
         if self.served_name not in names:
             raise calls.refuse(
                 f"another server answers at this URL: it serves {names}, expected the model "
                 f"{self.served_name}. It was told nothing"
             )
+
+    def _own_names(self, calls: Calls) -> list[str]:
+        """Names that the server was started with."""
+        names, _ = self._model_names(calls)
+        return names
 
     def _model_names(self, calls: Calls) -> tuple[list[str], list[str]]:
         """Names of the served models, and of the adapters."""

@@ -40,6 +40,7 @@ from ...utils.errors import (
     WorkerLost,
 )
 from ...utils.logging import get_logger
+from ...utils.stopping import require_no_stop
 from ...utils.threads import on_daemon_thread
 from .api import (
     ObservableServer,
@@ -67,6 +68,7 @@ logger = get_logger(__name__)
 _SILENCE_S = 10.0
 _START_LOOK_S = 0.1
 _REMOVAL_LOOK_S = 1.0
+_STOP_LOOK_S = 0.2
 _LONGEST_PAUSE_S = 300.0
 """Longest pause of the prober between failed loads, and time limit of its commands to sleep."""
 
@@ -225,6 +227,7 @@ class ServerFleet(Generic[S]):
             WorkerLost: too few servers confirmed, and one of the others lost its worker.
             PublishError: the folder cannot be read, or too few servers confirmed. The message names
                 the others and their errors.
+            StopRequested: the job was asked to stop while servers of the source were awaited.
         """
         needed = self._needed(min_servers)
         folder = published_folder(path, version, stream is not None, timeout_s)
@@ -473,9 +476,19 @@ class ServerFleet(Generic[S]):
         return [member.server for member in self._members if member.serves]
 
     def wait_serving(self, count: int, timeout_s: float) -> bool:
-        """Wait until ``count`` servers may generate. False: ``timeout_s`` passed before."""
+        """Wait until ``count`` servers may generate. False: ``timeout_s`` passed before.
+
+        Raises StopRequested if the job was asked to stop meanwhile, or the errors of `serving`.
+        """
+        end = time.monotonic() + timeout_s
         with self._changed:
-            return self._changed.wait_for(lambda: len(self.serving()) >= count, timeout_s)
+            while len(self.serving()) < count:
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    return False
+                require_no_stop("inference servers")
+                self._changed.wait(min(left_s, _STOP_LOOK_S))
+            return True
 
     def states(self) -> list[ServerReport]:
         """A report on each server, in the order in which they were added. Those of a source that do
@@ -541,8 +554,8 @@ class ServerFleet(Generic[S]):
     # Servers of a source
 
     def await_start(self, min_servers: int | None = None) -> None:
-        """Wait until the source has started enough servers. Raises its errors, and PublishError
-        after ``server_wait_s``.
+        """Wait until the source has started enough servers. Raises its errors, PublishError after
+        ``server_wait_s``, and StopRequested if the job was asked to stop.
         """
         if self._source is None:
             return
@@ -560,6 +573,7 @@ class ServerFleet(Generic[S]):
                     f"{needed} are needed: {absent}. See to these servers, or wait longer "
                     "(server_wait_s)"
                 )
+            require_no_stop("inference servers")
             time.sleep(_START_LOOK_S)
 
     def _follow(self) -> None:

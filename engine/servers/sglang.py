@@ -266,7 +266,19 @@ class SGLangServer(ServerClient):
                 list(wanted),
             )
 
-    # Label, pause and sleep
+    # Name, label, pause and sleep
+
+    def require_name(self, timeout_s: float) -> None:
+        """Raise ServerError if no server with this key answers."""
+        # What has the name waits until a load has ended.
+        with self._calls("", timeout_s, ServerError) as calls:
+            self._models(calls)
+
+    def _own_names(self, calls: Calls) -> list[str]:
+        # A load replaces the name in the list of models by its path.
+        told = calls.get("look", "/server_info", key=self.api_key, advice=_KEYS)
+        name = told.get("served_model_name")
+        return [str(name)]
 
     def _ask_label(self, calls: Calls) -> Json:
         return calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS)

@@ -112,6 +112,16 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
+def is_one_host() -> bool:
+    """Whether all nodes that Ray considers alive have the same address."""
+    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
+
+
+def own_address() -> str:
+    """Address of the node that this process runs on."""
+    return ray.util.get_node_ip_address()
+
+
 def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
     """Nodes that Ray is draining: node id -> unix time of their end, None if unknown. Empty if Ray
     cannot say.

@@ -34,7 +34,8 @@ def live(command: list[str], log: Path, kill_after: int | None = None) -> list[i
     Returns:
         the steps that it printed.
     """
-    variables = environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
+    imaginary = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 4, "GPU": 1}'}
+    variables = environment() | {"RAY_USAGE_STATS_ENABLED": "0"} | imaginary
     end = time.monotonic() + stretched(150)
     with log.open("w") as output:
         job = subprocess.Popen(

@@ -122,6 +122,39 @@ def test_a_keeper_ends_the_processes_of_a_guard_that_was_killed(
     assert time.monotonic() - began < stretched(5), "SIGTERM is enough"
 
 
+@pytest.mark.parametrize(
+    ("who", "leaves", "count"),
+    [("shelter", "leaves", 5), ("program", "leaves", 5), ("guard", "stays", 3)],
+)
+def test_all_processes_of_a_sheltered_program_end_without_its_keeper(
+    server: list[str], processes: Callable, who: str, leaves: str, count: int
+) -> None:
+    shelter = start_guarded([*server, "0", leaves], stop_timeout_s=0.2, sheltered=True)
+    started = processes(count)
+    program = guarded_pid(shelter, sheltered=True)
+    assert program in [process.pid for process in started]
+    victims = {"shelter": shelter.pid, "guard": guarded_pid(shelter), "program": program}
+    os.kill(victims[who], signal.SIGKILL)
+    assert_ended(started)
+    shelter.wait()
+
+
+def test_a_keeper_ends_a_sheltered_program_and_gets_its_exit_code(
+    server: list[str], processes: Callable
+) -> None:
+    shelter = start_guarded([*server, "0", "stays"], sheltered=True)
+    started = processes(3)
+    end_guarded(shelter)
+    assert_ended(started)
+    assert shelter.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("sheltered", [False, True])
+def test_a_program_that_ends_at_once_is_noticed(sheltered: bool) -> None:
+    guards = [start_guarded(["sh", "-c", "exit 3"], sheltered=sheltered) for _ in range(20)]
+    assert [guard.wait(stretched(10)) for guard in guards] == [3] * 20
+
+
 def test_a_program_that_does_not_exist_is_refused() -> None:
     with pytest.raises(FileNotFoundError, match="there is no program /nowhere/python"):
         start_guarded(["/nowhere/python"])

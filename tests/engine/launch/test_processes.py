@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from holdfast.engine.launch import ServerProcesses, ServerSpec, WatchLimits
-from holdfast.engine.launch import processes as processes_module
+from holdfast.engine.launch import keeper as keeper_module
+from holdfast.engine.launch import program as program_module
 from holdfast.engine.launch import watched as watched_module
+from holdfast.engine.launch.program import LocalRun, Program
 from holdfast.engine.servers import ModelRequest, ServerFleet, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.utils.errors import ConfigError, NoServerError, RolloutError, ServerError
@@ -123,7 +125,7 @@ def test_a_server_that_cannot_be_restarted_at_once_is_tried_again(
     launched: ServerProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = client_of(launched)
-    start, failed = watched_module.start_guarded, threading.Event()
+    start, failed = program_module.start_guarded, threading.Event()
 
     def busy_once(*args: Any) -> Any:
         if failed.is_set():
@@ -131,12 +133,16 @@ def test_a_server_that_cannot_be_restarted_at_once_is_tried_again(
         failed.set()
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(watched_module, "start_guarded", busy_once)
+    monkeypatch.setattr(program_module, "start_guarded", busy_once)
     restarted = launched.stats()["servers_restarted"]
     os.killpg(group_of(launched), signal.SIGKILL)
     wait_for_another(launched, before)
     assert failed.is_set()
     assert launched.stats()["servers_restarted"] == restarted + 2
+
+
+def no_launch(*args: Any) -> Any:
+    raise AssertionError("nothing is started here")
 
 
 def tell(client: VLLMServer, **faults: object) -> None:
@@ -235,7 +241,7 @@ def test_a_host_without_room_for_a_server_is_an_error_without_other_advice(
     def no_memory(*args: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(watched_module, "start_guarded", no_memory)
+    monkeypatch.setattr(program_module, "start_guarded", no_memory)
     with (
         ServerProcesses(ServerSpec("vllm", "/model"), 1, tmp_path) as processes,
         pytest.raises(ConfigError, match=r"server_0: .*Cannot allocate memory$"),
@@ -247,13 +253,13 @@ def test_a_host_without_room_for_a_server_is_an_error_without_other_advice(
 def test_a_server_whose_port_was_taken_is_started_on_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free_port = watched_module._free_port
+    free_port = program_module._free_port
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = [taken.getsockname()[1]]
         monkeypatch.setattr(
-            watched_module, "_free_port", lambda host: ports.pop() if ports else free_port(host)
+            program_module, "_free_port", lambda host: ports.pop() if ports else free_port(host)
         )
         with ServerProcesses(
             stand_in_spec(tmp_path), 1, tmp_path / "servers", limits=LIMITS
@@ -299,18 +305,18 @@ def test_servers_have_their_time_to_end_and_the_record_is_closed_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[float, bool]] = []
-    end = processes_module.end_guarded
+    end = program_module.end_guarded
 
     def note(*guards: Any, timeout_s: float = 15.0) -> None:
         processes._try_to_write_record()
         seen.append((timeout_s, record_of(tmp_path)["closed"]))
         end(*guards, timeout_s=timeout_s)
 
-    monkeypatch.setattr(processes_module, "end_guarded", note)
+    monkeypatch.setattr(program_module, "end_guarded", note)
     limits = WatchLimits(stop_timeout_s=30.0)
     processes = ServerProcesses(stand_in_spec(tmp_path), 1, tmp_path / "servers", limits=limits)
     with processes:
-        pass
+        wait_until(processes.pids)
     assert seen == [(35.0, False)]
     assert record_of(tmp_path)["closed"]
 
@@ -325,7 +331,7 @@ def test_slow_looks_at_servers_do_not_delay_the_sign_of_life(
         events.append("look")
         return False
 
-    monkeypatch.setattr(processes_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(keeper_module, "BEAT_S", 0.05)
     processes = ServerProcesses(ServerSpec("vllm", "/model"), 3, tmp_path)
     for server in processes._servers:
         monkeypatch.setattr(server, "step", look)
@@ -336,19 +342,39 @@ def test_slow_looks_at_servers_do_not_delay_the_sign_of_life(
 
 
 def test_keys_in_a_log_are_for_its_owner_and_in_no_message(tmp_path: Path) -> None:
-    server = watched_module.WatchedServer(
-        0, ServerSpec("vllm", "/m"), tmp_path, "127.0.0.1", None, LIMITS
-    )
-    server.log = watched_module._new_log(tmp_path, "server_0")
-    assert server.log is not None
-    assert stat.S_IMODE(server.log.stat().st_mode) == 0o600
-    server.log.write_text(f"api_key='{server.identity.key}', '{server.identity.admin_key}'")
-    assert server.describe().endswith("api_key='***', '***'")
+    server = watched_module.WatchedServer(0, ServerSpec("vllm", "/m"), tmp_path, LIMITS, no_launch)
+    keys = [server.identity.key, server.identity.admin_key]
+    run = LocalRun(Program("server_0", lambda *_: ["echo", *keys], {}, tmp_path, 0.5), "127.0.0.1")
+    server.run = run
+    wait_until(run.problem)
+    assert run.log is not None and stat.S_IMODE(run.log.stat().st_mode) == 0o600
+    assert server.describe().endswith("server_0.1.log ends with\n*** ***")
+
+
+def test_the_keys_of_sglang_are_in_a_file_of_its_user_and_not_on_its_command_line(
+    tmp_path: Path,
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 600\n")
+    python.chmod(0o700)
+    folder = tmp_path / "servers"
+    spec = ServerSpec("sglang", "/model", str(python))
+    with ServerProcesses(spec, 1, folder, limits=LIMITS) as processes:
+        wait_until(processes.pids)
+        members = processes_of_group(group_of(processes))
+        words = b"".join(Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in members)
+        (file,) = (folder / socket.gethostname()).glob("*.yaml")
+        assert f"--config\0{file}".encode() in words
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        (entry,) = record_of(tmp_path)["servers"]
+        keys = {"api-key": entry["api_key"], "admin-api-key": entry["admin_key"]}
+        assert json.loads(file.read_text()) == keys
+        assert not any(key.encode() in words for key in keys.values())
 
 
 def test_each_start_has_a_log_and_five_are_kept(tmp_path: Path) -> None:
     for number in range(1, 9):
-        log = watched_module._new_log(tmp_path, "server_0")
+        log = program_module._new_log(tmp_path, "server_0")
         assert log == tmp_path / f"server_0.{number}.log"
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"server_0.{number}.log" for number in range(4, 9)]
@@ -394,9 +420,7 @@ def test_pauses_grow_and_a_long_run_does_not_use_the_restarts_up(
     monkeypatch.setattr(watched_module.time, "monotonic", lambda: now)
     monkeypatch.setattr(watched_module, "_LONGEST_PAUSE_S", 60.0)
     limits = WatchLimits(max_restarts=8)
-    server = watched_module.WatchedServer(
-        0, ServerSpec("vllm", "/m"), tmp_path, "127.0.0.1", None, limits
-    )
+    server = watched_module.WatchedServer(0, ServerSpec("vllm", "/m"), tmp_path, limits, no_launch)
     pauses = []
     for _ in range(8):
         server.note_end("it ended")

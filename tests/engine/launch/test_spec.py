@@ -11,7 +11,7 @@ IDENTITY = Identity("name", "key", "admin")
 
 
 def command(spec: ServerSpec) -> str:
-    return " ".join(spec.command("127.0.0.1", 8000, IDENTITY)[1:])
+    return " ".join(spec.command("127.0.0.1", 8000, IDENTITY, "/keys.yaml")[1:])
 
 
 def test_a_vllm_server_gets_all_that_its_client_needs() -> None:
@@ -59,13 +59,13 @@ def test_a_server_on_a_cpu_computes_no_prompt_in_parts() -> None:
     assert spec.variables(IDENTITY, "")["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
-def test_an_sglang_server_gets_both_keys() -> None:
+def test_an_sglang_server_gets_both_keys_where_no_other_user_sees_them() -> None:
     spec = ServerSpec("sglang", "/model", tensor_parallel_size=4, images=True, max_model_len=99)
     assert command(spec) == (
         "-m sglang.launch_server --dtype bfloat16 --tp-size 4 --context-length 99 --model-path "
-        "/model --api-key key --admin-api-key admin --host 127.0.0.1 --port 8000 "
-        "--served-model-name name"
+        "/model --config /keys.yaml --host 127.0.0.1 --port 8000 --served-model-name name"
     )
+    assert spec.config(IDENTITY) == {"api-key": "key", "admin-api-key": "admin"}
     assert spec.variables(IDENTITY, "/c")["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     client = spec.client("http://a:1", IDENTITY)
     assert isinstance(client, SGLangServer)
@@ -97,6 +97,12 @@ def test_a_flag_that_contradicts_a_needed_one_is_refused(
     with pytest.raises(ConfigError, match="leave the flag out") as caught:
         ServerSpec("vllm", "/model", extra_flags=flags)
     assert given in str(caught.value) and needed in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [["--config", "mine.yaml"], ["--api-key", "mine"]])
+def test_sglang_takes_no_other_keys(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"extra_flags have .*{flags[0]}.*leave the flag out"):
+        ServerSpec("sglang", "/model", extra_flags=flags)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def application(
     healthy = True
     most_tokens = min(max_model_len, max_total_tokens) - 1
     model_path = engine.folder or "/model"
+    started_with = model_path
 
     async def server_info(request: web.Request) -> web.Response:
         check(request, api_key)
@@ -150,6 +151,7 @@ def application(
         flags |= {"enable_memory_saver": memory_saver, "enable_weights_cpu_backup": cpu_backup}
         flags |= {"enable_return_routed_experts": routes is not None}
         flags |= {"tp_size": 1, "dp_size": dp_size, "pp_size": 1}
+        flags["served_model_name"] = started_with
         return web.json_response(flags)
 
     async def model_info(request: web.Request) -> web.Response:
