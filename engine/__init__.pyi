@@ -11,6 +11,7 @@ from .api import WeightUpdateMeta as WeightUpdateMeta
 from .config import FSDPConfig as FSDPConfig
 from .config import MicroBatchSpec as MicroBatchSpec
 from .config import OptimizerConfig as OptimizerConfig
+from .config import ProfileConfig as ProfileConfig
 from .config import RouterReplayConfig as RouterReplayConfig
 from .config import TrainEngineConfig as TrainEngineConfig
 from .dcp.load import load_dcp as load_dcp

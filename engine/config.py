@@ -217,6 +217,27 @@ class RouterReplayConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Traces of some steps, see docs/performance.md."""
+
+    steps: list[int] = field(default_factory=list)
+    """Steps to trace: versions of the weights that they train."""
+    path: str = "traces"
+    """Folder of the traces."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that write a trace."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "ranks"):
+            numbers = getattr(self, name)
+            if not numbers or min(numbers) < 0:
+                raise ConfigError(
+                    f"config key 'profile.{name}' is {list(numbers)}; expected one or more "
+                    "numbers that are at least 0"
+                )
+
+
+@dataclass
 class TrainEngineConfig:
     """One model, its optimizer, and how both are spread over ranks."""
 
@@ -345,6 +366,9 @@ class TrainEngineConfig:
     """``lora``, the only supported kind of adapter."""
     timeout_s: float = 600.0
     """Longest wait for a peer in any collective."""
+    profile: ProfileConfig | None = None
+    """Write traces of some steps with torch.profiler. Null: none. Only one engine of a process can.
+    """
 
     def __post_init__(self) -> None:
         require_numbers(self)

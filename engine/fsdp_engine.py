@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..utils.config import require_choice, require_range
+from ..utils.config import require_range
 from ..utils.devices import free_cached_memory
 from ..utils.distributed import all_ranks_succeed, gather_numbers, rank_zero_decides
 from ..utils.errors import BatchError, ConfigError
@@ -46,13 +46,13 @@ from .hf.save import export_hf
 from .hf.sidecars import adopt_base
 from .lora.adapters import adapters_off
 from .lora.build import require_adapters_for, require_base
-from .model.initial_model import base_of, build_initial_model, load_weights
+from .model.initial_model import base_of, build_initial_model, cut_rules, load_weights
 from .model_folder import find_model_folder
 from .servers.api import InferenceServer
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background_save import BackgroundSave
-from .staging.offload import TAGS, WEIGHTS, Offload
+from .staging.offload import TAGS, WEIGHTS, Offload, checked_tags
 from .staging.staged_model import exportable_model
 from .training.batch import join_trajectories, map_tensors, split_like
 from .training.counters import EngineCounters
@@ -61,23 +61,22 @@ from .training.head import ScoringHead
 from .training.meshes import Meshes
 from .training.microbatch import (
     NO_RULES,
-    CutRules,
     WeighedBatch,
     split_and_weigh,
     split_batch,
     unpack,
 )
-from .training.model import describe_parameters, n_known_tokens
+from .training.model import describe_parameters
 from .training.model_output import ModelOutput, model_output, nothing_of, own_output, through_model
 from .training.optimizer import build_scheduler, optimizer_for
 from .training.optimizer_step import clip_and_step
 from .training.packed_batch import MicroBatch
 from .training.process_groups import ProcessGroups, close_process_groups, open_process_groups
-from .training.rotary import longest_sequence
+from .training.profiling import StepProfiler, phase, profiler_of
 from .training.route_replay import RouteReplay
 from .training.routers import Routers
 from .training.shared_prompts import warn_of_copies
-from .training.vision import Vision
+from .training.speed import Speed
 
 logger = get_logger(__name__)
 
@@ -118,6 +117,8 @@ class FSDPEngine:
         self._scoring_head: ScoringHead | None = None
         self._routers: Routers | None = None
         self._replay: RouteReplay | None = None
+        self._speed: Speed | None = None
+        self.profiler: StepProfiler | None = None
         self._rules = NO_RULES
         self._sync_last = False
         self._offload: Offload | None = None
@@ -180,23 +181,14 @@ class FSDPEngine:
         self.base_dtype = adopt_base(model, str(folder), groups.control)
 
         # The model and the ranks decide how batches are cut.
-        longest = longest_sequence(model, config.max_model_len)
-        vision = Vision(model) if config.train_vision else None
-        n_known = n_known_tokens(model)
-        self._rules = CutRules(
-            config.row_tokens,
-            longest,
-            meshes.ranks_with_same_data,
-            vision,
-            n_known,
-            config.enable_tree_training,
-            replay.rules,
-        )
+        self._speed = Speed(model, config, groups)
+        self._rules = cut_rules(model, config, meshes, replay.rules, self._speed)
 
         self._base = base_of(config, folder, groups.control)
         self._model = model
         self._folder = folder
         self._replay = replay
+        self.profiler = profiler_of(config, groups.device)
 
         # The state notes the bits of frozen weights, before they change.
         state = self.dcp_state(has_optimizer)
@@ -221,6 +213,9 @@ class FSDPEngine:
             self._drop_model()
 
     def _drop_model(self) -> None:
+        if self.profiler is not None:
+            self.profiler.close()
+        self.profiler = None
         self._model = None
         self.optimizer = None
         self.lr_scheduler = None
@@ -229,6 +224,7 @@ class FSDPEngine:
         self._scoring_head = None
         self._routers = None
         self._replay = None
+        self._speed = None
         self._rules = NO_RULES
         self._offload = None
 
@@ -275,6 +271,7 @@ class FSDPEngine:
 
     # Batches
 
+    @phase("update")
     def train_batch(
         self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn
     ) -> dict[str, float]:
@@ -298,17 +295,19 @@ class FSDPEngine:
             ``router_aux_loss_coef`` also ``router_aux_loss``, without that factor. ``loss`` does
             not contain it. With ``routed_experts`` in the batch also `ROUTE_STATS`, over all ranks.
             With ``enable_tree_training`` also ``tree_token_ratio``, over all ranks:
-            computed tokens, divided by those of whole sequences.
+            computed tokens, divided by those of whole sequences. ``tokens_per_second`` of all
+            ranks, and ``mfu`` if it is known (see `Speed`).
 
         Raises:
             BatchError: the batch is malformed, no token counts on any rank, or no loss of any rank
                 depends on the model. Nothing was changed.
         """
+        started = time.monotonic()
         optimizer = self._require_optimizer()
         routers = self._routers
         replay = self._replay
-        assert routers is not None
-        assert replay is not None
+        speed = self._speed
+        assert routers is not None and replay is not None and speed is not None
         self._require_onloaded(*TAGS)
         self.train()
 
@@ -342,12 +341,8 @@ class FSDPEngine:
         stats = self._clip_and_step(
             loss_sum, weighed.total, weighed.correction, of_routers, n_losses
         )
-        n_mbs = float(len(micro_batches))
-        stats["n_mbs"] = n_mbs
-        stats["num_micro_batches"] = n_mbs
-        stats["n_tokens"] = float(sum(mb.n_tokens for mb in micro_batches if not mb.is_dummy))
-        if self.config.enable_tree_training:
-            stats["tree_token_ratio"] = weighed.tree_token_ratio
+        stats |= weighed.statistics(self.config.enable_tree_training)
+        stats |= speed.of_step(weighed, routers.top_k, time.monotonic() - started)
         self._train_stats.add(stats)
         return stats
 
@@ -416,6 +411,7 @@ class FSDPEngine:
         self, batch: Sequence[Batch], post_fn: PostFn | None = None
     ) -> list[Tensor]: ...
     @torch.no_grad()
+    @phase("forward")
     def forward_batch(
         self, batch: Trajectories, post_fn: PostFn | None = None
     ) -> Tensor | list[Tensor]:
@@ -760,7 +756,7 @@ class FSDPEngine:
                 Nothing was offloaded.
         """
         parts = self._require_parts()
-        wanted = _checked(tags)
+        wanted = checked_tags(tags)
         if WEIGHTS in wanted - parts.tags:
             self._servers.before_offload(self)
         parts.offload(wanted)
@@ -776,7 +772,7 @@ class FSDPEngine:
             RuntimeError: there is no room on the device of this rank. PeerError: on another. All
                 stays offloaded, and may be tried again.
         """
-        self._require_parts().onload(_checked(tags))
+        self._require_parts().onload(checked_tags(tags))
 
     # Versions and publishing
 
@@ -800,6 +796,7 @@ class FSDPEngine:
         """
         return self._servers.meta_for(meta, fleet)
 
+    @phase("publish")
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> PublishedWeights:
         """Publish the weights as ``meta.version`` (or the engine's version) and wait until the
         servers confirm it.
@@ -839,12 +836,6 @@ class FSDPEngine:
                 "train nor save one"
             )
         return self.optimizer
-
-
-def _checked(tags: Collection[str]) -> set[str]:
-    for tag in tags:
-        require_choice("tags", tag, TAGS)
-    return set(tags)
 
 
 def _values(output: Any, _: Batch) -> Tensor:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.utils.metrics import read_stats
+from holdfast.utils.metrics import SPEED_STATS, read_stats
 
 GRPO = Path(__file__).with_name("grpo.py")
+_TIMED = ("seconds", "time", "goodput", *SPEED_STATS)
 
 
 def untimed(stats: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -24,7 +25,7 @@ def untimed(stats: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for entry in stats:
         own = dict(entry)
         for key in entry:
-            if key in ("seconds", "time") or key.endswith("_s"):
+            if key in _TIMED or key.endswith("_s"):
                 del own[key]
         kept.append(own)
     return kept
@@ -36,7 +37,7 @@ class GrpoRun:
     Args:
         fileroot: ``fileroot`` of the run.
         overrides: further ``key=value`` arguments.
-        script: script of the example.
+        script: script of the example, or the name of a module.
         experiment: its ``experiment_name``.
     """
 
@@ -44,11 +45,12 @@ class GrpoRun:
         self,
         fileroot: Path,
         *overrides: str,
-        script: Path = GRPO,
+        script: Path | str = GRPO,
         experiment: str = "grpo_copy",
     ) -> None:
         self.fileroot = fileroot
-        self._command = [sys.executable, str(script), f"fileroot={fileroot}", *overrides]
+        program = [str(script)] if isinstance(script, Path) else ["-m", script]
+        self._command = [sys.executable, *program, f"fileroot={fileroot}", *overrides]
         self._process: subprocess.Popen[bytes] | None = None
         # inherited by all processes that the driver starts
         self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"

@@ -224,7 +224,7 @@ def train_steps(
             # Log before the snapshot: a kill between the two logs the step twice. The other order
             # would lose the entry.
             times = {**sampler.take_times(seconds), "seconds": seconds, "time": time.time()}
-            stats_logger.log(step.global_step, {**stats, **times})
+            stats_logger.log(step.global_step, {**stats, **times, **handler.goodput()})
             last = step.global_step == config.total_steps - 1
             saved = handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
 

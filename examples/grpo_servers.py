@@ -267,7 +267,12 @@ def wait_for_servers(servers: Sequence[VLLMServer], timeout_s: float) -> None:
             time.sleep(0.5)
 
 
-def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None:
+def train(
+    config: GRPOServersConfig,
+    servers: Servers,
+    attempt: Attempt,
+    handler_class: type[RecoverHandler] = RecoverHandler,
+) -> None:
     """Run the job to its end, from a fresh start or the newest generation."""
     if config.colocate:
         servers.fleet.sleep()
@@ -291,7 +296,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
     with (
         closing(RLVRWorkflow(copy_reward, config.gconfig)) as workflow,
         RolloutExecutor(config.rollout, loader, workflow, servers.fleet.serving) as rollouts,
-        RecoverHandler(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
+        handler_class(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
         closing(open_stats(config)) as stats_logger,
     ):
         note_processes(config, trainer=trainer.pids(), server=[*servers.pids().values()])
@@ -309,7 +314,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
 
                 # Log before the snapshot: a kill between the two logs the step twice.
                 times = {"seconds": seconds, "time": time.time()}
-                stats_logger.log(step.global_step, {**stats, **times})
+                stats_logger.log(step.global_step, {**stats, **times, **handler.goodput()})
                 last = step.global_step == config.total_steps - 1
                 handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
                 advance(step, f"reward {stats['reward']:.3f}", seconds)

@@ -232,7 +232,7 @@ def train(
         # Log before the snapshot: a kill between the two logs the step twice.
         if logger is not None:
             seen = {name: stats[name] for name in ("loss", "lr", "grad_norm", "update_skipped")}
-            logger.log(step.global_step, {**seen, **times.take()})
+            logger.log(step.global_step, {**seen, **times.take(), **handler.goodput()})
         is_last = step.global_step == total_steps - 1
         saved = handler.dump(engine, step, dataloader=loader, force=is_last)
         if logger is not None:

@@ -119,6 +119,28 @@ class RecoverHandler:
         """Number of failed snapshots since the last success."""
         return self._saver.failed_in_a_row["snapshot"]
 
+    def goodput(self) -> dict[str, float]:
+        """Return ``goodput`` and ``lost_s`` of the run so far, for the statistics of a step.
+
+        Call it before the `dump` of that step.
+
+        ``goodput`` is the share of the run's wall time, over all its attempts, that was spent on
+        steps that count, this one included. ``lost_s`` is the time in seconds that starts and kills
+        have cost. Both are those of `holdfast goodput`. `load` reads the run's journal for them,
+        and each call only reads the lines since the last one.
+
+        Example::
+
+            stats_logger.log(step, {**stats, **handler.goodput()})
+
+        Returns:
+            nothing in mode ``off``, before `load`, and in processes other than the leader.
+        """
+        self._require_open()
+        if self._position is None or not self._position.ranks.is_leader:
+            return {}
+        return self._folder.wall_time.with_step().statistics()
+
     def register(self, name: str, thing: Stateful) -> None:
         """Save and restore an object of this process with every generation.
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from holdfast.utils.devices import CUDA_BACKEND
+from holdfast.utils.metrics import SPEED_STATS
 from tests.limits import stretched
 
 PRELOAD = (
@@ -50,6 +51,11 @@ ON_DEVICES = SIMULATED_DEVICES or bool(os.environ.get("HOLDFAST_SHARED_GPU"))
 """Whether ranks of `run_ranks` have these devices, or share a real one (see
 `tests.gpu.shared_gpu`).
 """
+
+
+def untimed(stats: Mapping[str, float]) -> dict[str, float]:
+    """Statistics of a step without its speed: what is equal in two equal steps."""
+    return {name: value for name, value in stats.items() if name not in SPEED_STATS}
 
 
 def _rank_main(

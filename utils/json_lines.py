@@ -29,6 +29,7 @@ def read_lines(
     ends_of: re.Pattern[bytes] | None = None,
     last_bytes: int | None = None,
     since: int = 0,
+    until: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file that have ``key``, in file order.
 
@@ -44,6 +45,7 @@ def read_lines(
             are yielded.
         last_bytes: number of bytes at the end of the file to read. None means the whole file.
         since: byte offset to start from, as `find_back` returns it.
+        until: byte offset of the first line that is left out. None means the end of the file.
     """
     row: deque[tuple[int, bytes]] | None = None
     with open(open_regular(path), "rb", buffering=_BLOCK_BYTES) as file:
@@ -56,7 +58,7 @@ def read_lines(
             next(_lines(file), None)
 
         # `row` has the last lines of a row after its first, which was yielded.
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(_lines(file, until), start=1):
             in_row = ends_of is not None and ends_of.match(line)
             if row is not None and in_row:
                 row.append((number, line))
@@ -96,9 +98,11 @@ def find_back(path: StrPath, begins: bytes) -> Iterator[int]:
             yield 0
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
+def _lines(file: IO[bytes], until: int | None = None) -> Iterator[bytes]:
     line = file.readline(_LONGEST_BYTES)
     while line:
+        if until is not None and file.tell() > until:
+            return
         yield line
 
         # Only the beginning of a line that is too long is yielded.

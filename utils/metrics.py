@@ -24,6 +24,8 @@ from .json_lines import read_lines
 from .trackers import TRACKERS, TrackedRun, Tracker, require_trackers
 
 STATS_NAME = "stats.jsonl"
+SPEED_STATS = ("tokens_per_second", "mfu")
+"""Statistics of a step that differ between two equal steps."""
 RUN_ID_NAME = "run_id"
 """Name of the file with the run's id in trackers."""
 

@@ -32,18 +32,27 @@ from ..training.attention import keep_lengths_out_of_graphs
 from ..training.compilation import compile_blocks
 from ..training.expert_parallel import shard_experts
 from ..training.head import ScoringHead, find_scoring_head
-from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers, refuse_dropout
+from ..training.meshes import Meshes
+from ..training.microbatch import CutRules
+from ..training.model import (
+    build_causal_on_meta,
+    build_on_meta,
+    cast_buffers,
+    n_known_tokens,
+    refuse_dropout,
+)
 from ..training.packing import prepare_packing
 from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
 from ..training.route_probe import find_replay
-from ..training.route_replay import RouteReplay
+from ..training.route_replay import RouteReplay, RouteRules
 from ..training.routers import require_routers
 from ..training.sharding import block_classes, shard_model
+from ..training.speed import Speed
 from ..training.tensor_parallel import cut_over_ranks, require_cuttable
 from ..training.tensor_parallel_check import check_tensor_parallel
 from ..training.value_model import body_name
-from ..training.vision import require_whole_rows
+from ..training.vision import Vision, require_whole_rows
 from ..training.weights import draw_weights, give_memory
 from .memory_plan import log_plan
 
@@ -211,6 +220,27 @@ def load_weights(
     if fresh:
         logger.warning("%s does not hold %s; kept as they were", folder, ", ".join(fresh))
     return fresh
+
+
+def cut_rules(
+    model: PreTrainedModel,
+    config: TrainEngineConfig,
+    meshes: Meshes,
+    routes: RouteRules | None,
+    speed: Speed,
+) -> CutRules:
+    """What a model and its ranks require of micro-batches."""
+    vision = Vision(model) if config.train_vision else None
+    return CutRules(
+        row_tokens=config.row_tokens,
+        max_model_len=longest_sequence(model, config.max_model_len),
+        ranks_with_same_data=meshes.ranks_with_same_data,
+        vision=vision,
+        n_known_tokens=n_known_tokens(model),
+        shares_prompts=config.enable_tree_training,
+        routes=routes,
+        attention_flops=speed.attention_flops,
+    )
 
 
 def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:

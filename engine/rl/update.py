@@ -9,12 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import harmonic_mean
 
 import torch
 from torch import Tensor
 
 from ...utils.distributed import any_rank
 from ...utils.errors import BatchError
+from ...utils.metrics import SPEED_STATS
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
 from ..config import MicroBatchSpec
 from ..training.batch import (
@@ -205,7 +207,9 @@ def train_minibatches(
         last step), ``n_updates``, ``update_skipped`` (steps that the engine refused),
         ``update_successful`` (share of the other steps, as in AReaL), means of the `ROUTER_STATS`
         of a model with experts and of ``tree_token_ratio``, the `ROUTE_STATS` of the first step,
-        ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
+        ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks). ``tokens_per_second`` and
+        ``mfu`` (see `Speed`) of all steps together, as mini-batches have about equal numbers of
+        tokens.
 
     Raises:
         BatchError: no rank has a loss token.
@@ -260,6 +264,9 @@ def train_minibatches(
     for name in ROUTE_STATS:
         if name in results[0]:
             stats[name] = results[0][name]
+    for name in SPEED_STATS:
+        if name in results[0]:
+            stats[name] = harmonic_mean(step[name] for step in results)
     for key in own:
         stats[key] = totals[key]
     stats["n_loss_tokens"] = n_loss_tokens

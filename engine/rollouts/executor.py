@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+from torch.profiler import record_function
 
 from ...utils.errors import (
     CheckpointMismatchError,
@@ -196,6 +197,7 @@ class RolloutExecutor:
                 self._hand_out(step, self._ledger.batch_size)
         self._start(version)
 
+    @record_function("sampling")
     def next_batch(self, step: int) -> Batch:
         """Wait for all tickets of ``step`` and return their batch. Repeated calls return the same
         batch.

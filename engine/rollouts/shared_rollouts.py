@@ -9,6 +9,8 @@ and a resume sets the others to the same position.
 from collections.abc import Callable
 from typing import Any, Self
 
+from torch.profiler import record_function
+
 from ...utils.config import require_range
 from ...utils.distributed import (
     all_ranks_succeed,
@@ -60,6 +62,7 @@ class SharedRollouts:
         """
         rank_zero_decides_slowly(lambda: self._leader.set_version(version))
 
+    @record_function("sampling")
     def next_batch(self, step: int) -> Batch:
         """Return this rank's share of the batch: of n tickets, ``r * n // d`` up to ``(r + 1) * n
         // d`` for data rank r of d.

@@ -69,7 +69,7 @@ from .content_check import (
     weights_differ,
 )
 from .groups import KeptGroup
-from .http import Calls, Connections, Json, leads_to_a_server, readable
+from .http import Calls, Connections, Json, readable, require_server_url
 from .routes import START, checked_routes
 from .server_calls import ServerCalls
 from .sleep import TAGS, Sleep, SleepCalls, Sleeping
@@ -94,14 +94,6 @@ _UNLOADED = (
     "They were unloaded again, and it goes on with those before: tell it again, or restart it "
     "with the base model that is trained"
 )
-
-
-def _require_url(what: str, url: str) -> None:
-    if not leads_to_a_server(url):
-        raise ConfigError(
-            f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, "
-            "or a path behind that"
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -138,10 +130,10 @@ class ServerClient(ServerCalls):
     def __post_init__(self) -> None:
         # The settings.
         self.url = self.url.rstrip("/")
-        _require_url("server", self.url)
+        require_server_url("server", self.url)
         if self.mirror is not None:
             self.mirror = self.mirror.rstrip("/")
-            _require_url("mirror", self.mirror)
+            require_server_url("mirror", self.mirror)
         host_and_user, *_ = self.url.partition("://")[2].partition("/")
         if self.api_key and "@" in host_and_user:
             raise ConfigError(

@@ -30,6 +30,7 @@ from tenacity import (
 
 from ...utils.errors import (
     BusyServerError,
+    ConfigError,
     NoServerError,
     ServerError,
     SlowServerError,
@@ -273,15 +274,20 @@ class Connections:
         return self._pools[loop]
 
 
-def leads_to_a_server(url: str) -> bool:
-    """Whether ``url`` is an HTTP URL of a host, without a query."""
+def require_server_url(what: str, url: str) -> None:
+    """Raise ConfigError unless ``url`` of ``what`` is an HTTP URL of a host, without a query."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises if it is no number
+        is_http = parts.scheme in ("http", "https")
+        leads_there = is_http and bool(parts.hostname) and not (parts.query or parts.fragment)
     except ValueError:
-        return False
-    is_http = parts.scheme in ("http", "https")
-    return is_http and bool(parts.hostname) and not (parts.query or parts.fragment)
+        leads_there = False
+    if not leads_there:
+        raise ConfigError(
+            f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, "
+            "or a path behind that"
+        )
 
 
 @contextmanager

@@ -276,7 +276,12 @@ class SGLangServer(ServerClient):
 
     def _own_names(self, calls: Calls) -> list[str]:
         # A load replaces the name in the list of models by its path.
-        told = calls.get("look", "/server_info", key=self.api_key, advice=_KEYS)
+        told = calls.get(
+            "look",
+            "/server_info",
+            key=self.api_key,
+            advice=_KEYS,
+        )
         name = told.get("served_model_name")
         return [str(name)]
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.compat.torch_private import storage_id
+from ...utils.config import require_choice
 from ...utils.devices import free_cached_memory
 from ...utils.distributed import all_ranks_succeed
 from ...utils.logging import get_logger
@@ -224,3 +225,10 @@ def _tag_of(name: str) -> str:
     if name.startswith(MODEL):
         return WEIGHTS
     return OPTIMIZER
+
+
+def checked_tags(tags: Collection[str]) -> set[str]:
+    """The tags without repeats. Raises ConfigError if one is unknown."""
+    for tag in tags:
+        require_choice("tags", tag, TAGS)
+    return set(tags)

@@ -8,7 +8,7 @@ collective under FSDP. Ties go to the lower index, so the result is deterministi
 the batch and one small collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isclose
 from typing import NamedTuple
@@ -45,23 +45,46 @@ class WeighedBatch:
     """This rank's micro-batches (as many on every rank) and their weights in the loss (0 for a
     dummy).
 
-    ``total`` is the sum of the weights over all data, as known when the ranks agreed.
-    ``correction`` is the excess of this rank's weights over its part of ``total``. It is not 0 only
-    if the batch was then cut further and ``loss_weight_fn`` gives the parts of a micro-batch
-    another total weight. ``tree_token_ratio`` is the number of tokens in all rows, divided by that
-    of whole sequences.
+    ``total`` is the sum of the weights over all data, as known when the ranks agreed. So are the
+    sums ``n_tokens``, of whole sequences, and ``attention_flops`` (see `CutRules`). ``correction``
+    is the excess of this rank's weights over its part of ``total``. It is not 0 only if the batch
+    was then cut further and ``loss_weight_fn`` gives the parts of a micro-batch another total
+    weight. ``tree_token_ratio`` is the number of tokens in all rows, divided by that of whole
+    sequences.
     """
 
     micro_batches: list[MicroBatch]
     weights: list[float]
     total: float
     correction: float
+    n_tokens: float
+    attention_flops: float
     tree_token_ratio: float
+
+    def statistics(self, shares_prompts: bool) -> dict[str, float]:
+        """Numbers of micro-batches and of this rank's tokens, and ``tree_token_ratio`` if rows
+        share prompts.
+        """
+        n_mbs = float(len(self.micro_batches))
+        n_tokens = sum(mb.n_tokens for mb in self.micro_batches if not mb.is_dummy)
+        stats = {
+            "n_mbs": n_mbs,
+            "num_micro_batches": n_mbs,
+            "n_tokens": float(n_tokens),
+        }
+        if shares_prompts:
+            stats["tree_token_ratio"] = self.tree_token_ratio
+        return stats
 
     def shares(self, device: torch.device) -> list[tuple[MicroBatch, float]]:
         """Micro-batches on the device, each with its share of ``total``."""
         pairs = zip(self.micro_batches, self.weights, strict=True)
         return [(mb.to(device), weight / self.total) for mb, weight in pairs]
+
+
+def no_flops(lengths: Sequence[int]) -> float:
+    """Nothing, for models whose operations are not counted."""
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,7 @@ class CutRules:
         shares_prompts: whether a prompt is once in a row. See `shared_prompts`.
         routes: what the model requires of `ROUTES`. None: it does not replay them.
         needs_routes: whether a batch must have them.
+        attention_flops: operations of attention for sequences of these lengths. See `Speed`.
     """
 
     row_tokens: int = 0
@@ -87,6 +111,7 @@ class CutRules:
     shares_prompts: bool = False
     routes: RouteRules | None = None
     needs_routes: bool = False
+    attention_flops: Callable[[Sequence[int]], float] = no_flops
 
 
 NO_RULES = CutRules()
@@ -162,6 +187,7 @@ class _Announced(NamedTuple):
     magnitude: float
     n_tokens: float
     n_row_tokens: float
+    attention_flops: float
 
 
 def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
@@ -170,7 +196,8 @@ def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
     def cut() -> _Announced:
         n_mbs, weight = cutter.cut()
         bits, magnitude = cutter.fingerprint() if n_alike > 1 else (0.0, 0.0)
-        return _Announced(n_mbs, weight, bits, magnitude, *cutter.tokens())
+        flops = cutter.attention_flops()
+        return _Announced(n_mbs, weight, bits, magnitude, *cutter.tokens(), flops)
 
     n_numbers = len(_Announced._fields)
     rows = gather_numbers_of("cutting the batch into micro-batches", cut, n_numbers, group)
@@ -194,8 +221,10 @@ def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
     heads = announced[::n_alike]
     total = sum(own.weight for own in heads)
     correction = sum(weights) - announced[get_rank(group)].weight
-    ratio = sum(own.n_row_tokens for own in heads) / sum(own.n_tokens for own in heads)
-    return WeighedBatch(micro_batches, weights, total, correction, ratio)
+    n_tokens = sum(own.n_tokens for own in heads)
+    flops = sum(own.attention_flops for own in heads)
+    ratio = sum(own.n_row_tokens for own in heads) / n_tokens
+    return WeighedBatch(micro_batches, weights, total, correction, n_tokens, flops, ratio)
 
 
 class PackedBin(NamedTuple):
@@ -266,6 +295,10 @@ class _Cutter:
         if self._prompts is None:
             return n_tokens, n_tokens
         return n_tokens, sum(self._unit_lengths)
+
+    def attention_flops(self) -> float:
+        """Operations of attention for this rank's sequences."""
+        return self.rules.attention_flops(self._lengths)
 
     def _check(self) -> None:
         """Check the batch, and note the lengths of its rows."""

@@ -27,7 +27,11 @@ ROUTER_STATS = ("expert_load_max_over_mean", "router_aux_loss")
 
 
 class Routers:
-    """The routers of an engine's model. Does nothing for a model without experts."""
+    """The routers of an engine's model. Does nothing for a model without experts.
+
+    Attributes:
+        top_k: experts that a token chose in each layer of the last forward.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class Routers:
         self._n_experts: list[int] = []
         self._places = {} if self._coef is None else find_routers(model)
         self._records = False
-        self._top_k = 1
+        self.top_k = 1
 
         # One hook for all layers, outside of graphs: torch.compile would make a graph for each.
         count: Any = torch.compiler.disable(self._count_choices)
@@ -102,7 +106,7 @@ class Routers:
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         n_experts = logits[0].shape[-1]
-        loss = load_balancing_loss_func(logits, n_experts, self._top_k, self._mask)  # type: ignore[arg-type]
+        loss = load_balancing_loss_func(logits, n_experts, self.top_k, self._mask)  # type: ignore[arg-type]
         assert isinstance(loss, Tensor)
         assert self._coef is not None
         weighted = loss.detach().double() * share
@@ -166,10 +170,10 @@ class Routers:
             return
         chosen: Tensor = args[1]  # [tokens, top k]
         layer = self._layers[module]
-        self._top_k = chosen.shape[-1]
+        self.top_k = chosen.shape[-1]
         # A number above those of the experts stands for no expert.
         experts = chosen.reshape(-1).clamp(max=self._n_experts[layer])
-        counted = self._mask.repeat_interleave(self._top_k)
+        counted = self._mask.repeat_interleave(self.top_k)
         self._loads[layer].scatter_add_(0, experts, counted)
 
     def _keep_logits(

@@ -7,16 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from ...utils.errors import CheckpointNotFoundError
-from ..storage.journal import JOURNAL_NAME, last_start, read_journal
-
-Event = dict[str, Any]
-"""A line of the journal."""
-
-_BOUNDS = ("attempt", "start", "stop", "loss", "failed", "returned", "end")
-EVENTS = (*_BOUNDS, "step", "save")
+from ..storage.journal import BOUNDS, JOURNAL_NAME, Event, last_start, read_journal
 
 
 @dataclass
@@ -90,7 +83,7 @@ def read_attempts(trial_root: Path) -> list[AttemptRecord]:
             f"there is no {path}: nothing is known of the attempts of this run, which an older "
             "version has written"
         )
-    events = read_journal(trial_root, (*_BOUNDS, "step"), ends_of="step")
+    events = read_journal(trial_root, (*BOUNDS, "step"), ends_of="step")
     return list_attempts(events)
 
 
@@ -101,7 +94,7 @@ def last_attempt(trial_root: Path) -> AttemptRecord | None:
     # Entries before the last start do not matter, and may be many.
     start = last_start(trial_root)
     begin = 0 if start is None else start[0]
-    attempts = list_attempts(read_journal(trial_root, _BOUNDS, since=begin))
+    attempts = list_attempts(read_journal(trial_root, BOUNDS, since=begin))
     return attempts[-1] if attempts else None
 
 

@@ -13,8 +13,10 @@ from ...engine.launch.records import SERVERS, log_tail, read_records
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
 from ..storage.generations import GenerationStore
-from ..storage.journal import JOURNAL_NAME, read_journal
-from .attempts import EVENTS, AttemptRecord, Event, last_attempt
+from ..storage.journal import EVENTS, JOURNAL_NAME, Event, read_journal
+from ..storage.wall_time import LOST, RunningTime
+from .attempts import AttemptRecord, last_attempt
+from .goodput import is_phase
 from .in_use import use_of
 from .output import (
     json_option,
@@ -62,20 +64,22 @@ def top_command(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Show step, reward, time per step, newest generation and failed snapshots of RUN, until
-    Ctrl-C.
+    """Show step, reward, goodput, time per step, newest generation and failed snapshots of RUN,
+    until Ctrl-C.
 
-    Step times come from the journal of the run. Seconds of sampling, training and publishing are
-    the values that the run logs with `StatsLogger` under names that end with _s. The states of
-    inference servers are logged, too (`ServerFleet.stats`). The run itself is not contacted.
+    Goodput is that of `holdfast goodput`. Step times come from the journal of the run. Seconds of
+    sampling, training and publishing are the values that the run logs with `StatsLogger` under
+    names that end with _s. The states of inference servers are logged, too (`ServerFleet.stats`).
+    The run itself is not contacted.
     """
     # One look, or one after the other.
     place = Run(run)
+    spent = RunningTime(place.trial_root)
     if as_json:
-        print_json(look(place, stats))
+        print_json(look(place, stats, spent))
         return
     if once or not sys.stdout.isatty():
-        print_rich(_screen(look(place, stats)))
+        print_rich(_screen(look(place, stats, spent)))
         return
 
     from rich.console import Console
@@ -86,13 +90,13 @@ def top_command(
         Live(console=Console(), screen=True, auto_refresh=False) as live,
     ):
         while True:
-            screen = _screen(look(place, stats))
+            screen = _screen(look(place, stats, spent))
             live.update(screen, refresh=True)
             time.sleep(every)
 
 
-def look(place: Run, stats: Path | None) -> Facts:
-    """Summarise the current state of a run.
+def look(place: Run, stats: Path | None, spent: RunningTime) -> Facts:
+    """Summarise the current state of a run. ``spent`` is kept from one look to the next.
 
     Raises:
         CheckpointNotFoundError: there is no journal.
@@ -125,6 +129,7 @@ def look(place: Run, stats: Path | None) -> Facts:
         "step": None,
         "step_age_s": None,
         **_pace(steps, saves),
+        **spent.read().statistics(),
         "generation": _newest(store),
         "servers": server_facts(root),
         **_stats_of(root, stats),
@@ -231,7 +236,7 @@ def _stats_of(root: Path, stats: Path | None) -> Facts:
 
     # The names of phases end with _s. A step without a phase has spent no time in it.
     spent: dict[str, float] = {}
-    phases = dict.fromkeys(name for line in lines for name in line if name.endswith("_s"))
+    phases = dict.fromkeys(name for line in lines for name in line if is_phase(name))
     for phase in phases:
         seconds = [line.get(phase, 0.0) for line in lines]
         if all(isinstance(one, int | float) for one in seconds):
@@ -248,6 +253,9 @@ def _screen(found: Facts) -> Any:
     if found["step"] is not None:
         age = seconds_text(found["step_age_s"])
         rows.append(("step", f"{found['step']}, {age} ago"))
+
+    lost = seconds_text(found[LOST])
+    rows.append(("goodput", f"{found['goodput']:.1%}, starts and kills cost {lost}"))
 
     # Lines about one metric and the servers, as the run has logged them.
     stats = found["stats"] or {}

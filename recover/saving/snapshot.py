@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.profiler import record_function
 
 from ...engine.api import Stateful, StepInfo
 from ...engine.dcp.fingerprint import sample_state
@@ -314,6 +315,7 @@ class RankSession:
             raise
         return session
 
+    @record_function("snapshot")
     def capture(self, holder: Any, staged: bool, snapshot: bool, export: bool) -> None:
         """Capture the state of this rank. ``staged`` copies the tensors, so that training can
         change them.

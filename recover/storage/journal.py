@@ -1,5 +1,6 @@
-"""`Journal`: what happened to a run, as one JSON object per line. The leader appends, and a run
-never reads it.
+"""`Journal`: what happened to a run, as one JSON object per line.
+
+The leader appends, and reads it only to tell how much of the run's time was goodput.
 
     <trial>/journal.jsonl    {"event": "step", "time": 1790000000.1, "step": 12} ...
 
@@ -27,6 +28,14 @@ from ...utils.logging import get_logger
 logger = get_logger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
+
+Event = dict[str, Any]
+"""A line of the journal."""
+
+BOUNDS = ("attempt", "start", "stop", "loss", "failed", "returned", "end")
+"""Kinds of events with which attempts begin and end."""
+EVENTS = (*BOUNDS, "step", "save")
+"""All kinds of events."""
 
 
 class Journal:
@@ -130,7 +139,8 @@ def read_journal(
     ends_of: str | None = None,
     last_bytes: int | None = None,
     since: int = 0,
-) -> Iterator[dict[str, Any]]:
+    until: int | None = None,
+) -> Iterator[Event]:
     """Yield the events of some kinds, oldest first. Yields nothing if there is no journal (a run of
     an older version).
 
@@ -142,6 +152,7 @@ def read_journal(
         ends_of: of consecutive events of this kind, yield only the first and the last.
         last_bytes: read only this many bytes at the end of the journal. None reads all.
         since: byte offset at which to begin.
+        until: byte offset of the line at which to end. None means the end of the journal.
     """
     path = trial_root / JOURNAL_NAME
     # Lazy: the file is opened when the first event is asked for, inside of ``try``.
@@ -152,6 +163,7 @@ def read_journal(
         ends_of=None if ends_of is None else _begins([ends_of]),
         last_bytes=last_bytes,
         since=since,
+        until=until,
     )
     try:
         for event in lines:

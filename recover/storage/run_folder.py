@@ -28,6 +28,7 @@ from .episodes import SOON_S, EpisodeLogs
 from .generations import Generation, GenerationStore, RetentionRules
 from .journal import Journal
 from .mirror import Mirror
+from .wall_time import RunningTime
 
 logger = get_logger(__name__)
 
@@ -43,6 +44,7 @@ class RunFolder:
         self.exports = GenerationStore(config.hf_root)
         self.mirror: Mirror | None = None  # until `open`
         self.journal = Journal(config.trial_root)
+        self.wall_time = RunningTime(config.trial_root)
         self.logs = EpisodeLogs(config.recover_root, config.episode_log_s)
         # a commit was still running when the run ended, and may still succeed
         self.commit_hangs = False
@@ -66,6 +68,8 @@ class RunFolder:
         if url is not None and not is_connected:
             self.mirror = Mirror(url, self._config.mirror_max_to_keep)
         self.journal.open()
+        # What earlier attempts have cost. From now on only new lines are read.
+        self.wall_time.read()
 
     def note_start(
         self,

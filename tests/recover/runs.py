@@ -20,6 +20,7 @@ from holdfast.engine.api import Batch, StepInfo
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.record_log import NO_PARENT, RecordLog
+from tests.helpers import untimed
 
 IN_BACKGROUND = os.environ.get("HOLDFAST_ASYNC_SAVE", "1") == "1"
 """Whether handlers write in the background and are waited for. Every test and every fault must pass
@@ -226,7 +227,7 @@ class Job:
         stats = {}
         for name, engine in self.engines.items():
             loss = square_loss if engine.config.is_critic else self.loss
-            stats[name] = engine.train_batch(make_batch(ids), loss, token_count)
+            stats[name] = untimed(engine.train_batch(make_batch(ids), loss, token_count))
             engine.step_lr_scheduler()
             engine.set_version(engine.get_version() + 1)
         self.meter.seen += ids

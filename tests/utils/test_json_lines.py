@@ -111,3 +111,14 @@ def test_lines_are_found_from_the_end(
     path = tmp_path / "lines"
     path.write_bytes(b"ab\nac\nbab\nab\n\nab")
     assert list(find_back(path, b"ab")) == [14, 10, 0] and not list(find_back(path, b"b\n"))
+
+
+def test_a_part_of_a_file_ends_before_the_line_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    lines = [json.dumps({"step": step}) + "\n" for step in range(5)]
+    path.write_text("".join(lines))
+    begin = len(lines[0])
+    end = begin + 2 * len(lines[1])
+    found = [entry["step"] for entry in read_lines(path, "step", since=begin, until=end)]
+    assert found == [1, 2]
+    assert list(read_lines(path, "step", until=0)) == []

@@ -4,6 +4,7 @@ appears once.
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import struct
@@ -24,6 +25,7 @@ from holdfast.utils.metrics import RUN_ID_NAME, STATS_NAME, StatsLogger, read_st
 from tests.helpers import free_port
 from tests.limits import stretched
 
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 LIFE = """
 import os, signal, sys
 from pathlib import Path
@@ -52,6 +54,15 @@ def live(folder: Path, names: str, after: str, until: int, end: str = "closed") 
         command, env=os.environ | env, timeout=stretched(60), capture_output=True, text=True
     )
     assert result.returncode == (-signal.SIGKILL if end == "killed" else 0), result.stderr
+
+
+def dashboard_metrics() -> list[str]:
+    """Metrics in the queries of examples/grafana.json."""
+    board = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    found = [re.fullmatch(r'(holdfast_\w+)\{run="\$run"\}', query) for query in queries]
+    assert all(found), queries
+    return [match[1] for match in found if match]
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
@@ -139,7 +150,7 @@ def test_a_tracker_that_is_added_later_gets_the_steps_before(tmp_path: Path) -> 
     assert [step for _, step, _ in wandb_rows(tmp_path)] == [0, 1, 2, 3, 4]
 
 
-def _scrape(address: str) -> dict[str, float]:
+def scrape(address: str) -> dict[str, float]:
     text = urlopen(f"http://{address}/metrics", timeout=stretched(20)).read().decode()
     families = text_string_to_metric_families(text)
     samples = [sample for family in families for sample in family.samples]
@@ -156,7 +167,7 @@ def test_prometheus_scrapes_the_last_step_of_a_run_and_of_its_next_life(
     stats = StatsLogger(tmp_path, ["prometheus"], name="run")
     stats.resume_after(1)
     stats.log(2, {"loss": 0.125, "a/b": 3.0, "a_b": 4.0})
-    assert _scrape(address) == {"holdfast_step": 2, "holdfast_loss": 0.125, "holdfast_a_b": 4}
+    assert scrape(address) == {"holdfast_step": 2, "holdfast_loss": 0.125, "holdfast_a_b": 4}
     other = StatsLogger(tmp_path / "other", ["prometheus"])
     with pytest.raises(ConfigError, match=f"no server for Prometheus can be started at {address}"):
         other.log(0, {"loss": 1.0})
@@ -164,10 +175,18 @@ def test_prometheus_scrapes_the_last_step_of_a_run_and_of_its_next_life(
     other.log(0, {"loss": 1.0})  # the port is free again
     other.close()
     with pytest.raises(URLError):
-        _scrape(address)
+        scrape(address)
     monkeypatch.setenv(trackers.PROMETHEUS_ADDRESS, "9464")
     with pytest.raises(ConfigError, match="HOLDFAST_PROMETHEUS is '9464'; expected host:port"):
         StatsLogger(tmp_path / "third", ["prometheus"]).log(0, {"loss": 1.0})
+
+
+def test_the_dashboard_shows_each_metric_of_the_chosen_run_once() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    names = dashboard_metrics()
+    assert len(names) == len(set(names)) and {"holdfast_goodput", "holdfast_mfu"} <= set(names)
+    places = {tuple(panel["gridPos"].values()) for panel in board["panels"]}
+    assert len(places) == len(board["panels"]), "panels do not overlap"
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_is_written(

@@ -20,7 +20,7 @@ from holdfast.engine.rl.losses import LOSS_AGG_MODES
 from holdfast.utils.errors import BatchError
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.engine.rl.reference import reference_logprobs
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, untimed
 from tests.once import make_once
 
 LENGTHS = [7, 3, 9, 1, 5, 6]
@@ -154,6 +154,7 @@ def _grpo_against_reference(rank: int, world_size: int, path: str) -> dict[str, 
     same_weights(actor.engine, reference, atol=2e-5)  # type: ignore[arg-type]
     for name, value in expected.items():
         assert stats[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+    assert stats["tokens_per_second"] > 0
     assert (stats["n_seqs"], stats["n_tokens"], stats["n_updates"], stats["lr"]) == (
         6,
         sum(LENGTHS),
@@ -161,14 +162,14 @@ def _grpo_against_reference(rank: int, world_size: int, path: str) -> dict[str, 
         0.5,
     )
     actor.engine.destroy()  # type: ignore[attr-defined]
-    return stats
+    return untimed(stats)
 
 
 def _uneven_and_bad_batches(rank: int, world_size: int, path: str) -> dict[str, Any]:
     mine = share_of(global_batch(), rank, world_size)
     actor = make_actor(path, ppo_n_minibatches=4, recompute_logprob=True)
     ready = actor.compute_advantages(mine)
-    seen: dict[str, Any] = {"uneven": actor.ppo_update(ready)}
+    seen: dict[str, Any] = {"uneven": untimed(actor.ppo_update(ready))}
     weights = [param.full_tensor().clone() for param in actor.engine.model.parameters()]  # type: ignore[attr-defined]
 
     nobody = {**ready, "loss_mask": torch.zeros_like(ready["loss_mask"])}
@@ -255,7 +256,7 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
     actor = make_actor(path, reward_norm=None, discount=0.9, gae_lambda=0.95)
     ready = actor.compute_advantages({**mine, "values": values})
     assert not bool(ready["returns"][~ready["loss_mask"]].any())
-    seen = [critic.ppo_update(ready) for _ in range(12)]
+    seen = [untimed(critic.ppo_update(ready)) for _ in range(12)]
     raises_batch_error(lambda: critic.ppo_update(mine))
     actor.engine.destroy()  # type: ignore[attr-defined]
     engine.destroy()

@@ -40,7 +40,7 @@ from tests.engine.meshes import mesh_options
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.staging.test_background import Gate
 from tests.engine.test_expert_parallel import tiny_moe
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, untimed
 from tests.limits import stretched
 from tests.recover.runs import SPEC, Job, make_handler, newest, step_info
 from tests.tiers import slow_but
@@ -132,9 +132,10 @@ def storages() -> dict[int, torch.Tensor]:
 def step(engine: FSDPEngine) -> Any:
     if not engine.config.is_critic:
         return train(engine, 1)
-    return engine.train_batch(
+    stats = engine.train_batch(
         batch(), lambda values, mb: values.square().mean(), lambda mb: mb["loss_mask"].sum()
     )
+    return untimed(stats)
 
 
 def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:

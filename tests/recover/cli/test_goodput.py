@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.recover.cli.goodput import measure
+from holdfast.recover.storage.journal import JOURNAL_NAME, Journal
+from holdfast.recover.storage.wall_time import RunningTime, TimeAccount, WallTime
 from holdfast.utils.metrics import StatsLogger
-from tests.helpers import PRELOAD
+from tests.helpers import PRELOAD, run_ranks
 from tests.limits import stretched
 from tests.recover.cli.commands import answer, holdfast
 from tests.recover.runs import Tiny, make_handler, step_info
@@ -45,7 +46,7 @@ def _train(root: str, kill_at: int) -> None:
         time.sleep(STEP_S)
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        stats.log(step, {"training_s": time.monotonic() - begin})
+        stats.log(step, {"training_s": time.monotonic() - begin, **handler.goodput()})
         with Path(root, "trained").open("a") as file:
             file.write(f"{step}\n")
         handler.dump(tiny.state, step_info(step))
@@ -103,6 +104,87 @@ def test_the_table_has_phases_and_a_line_in_words(killed: Path) -> None:
     lines = (killed / "stats.jsonl").read_text().splitlines()
     logged = [json.loads(line)["training_s"] for line in lines]
     assert len(logged) == N_STEPS and phases == {"training": pytest.approx(sum(logged), abs=0.01)}
+
+
+def test_each_step_logs_the_goodput_and_the_lost_seconds_of_all_attempts_so_far(
+    killed: Path,
+) -> None:
+    found = answer("goodput", killed / "e" / "t")
+    logged = [json.loads(line) for line in (killed / "stats.jsonl").read_text().splitlines()]
+    assert all(0 < line["goodput"] < 1 for line in logged)
+    lost_s = [line["lost_s"] for line in logged]
+    assert lost_s == sorted(lost_s), "an attempt knows what the earlier ones have lost"
+    assert len(set(lost_s)) > 1
+
+    # The last attempt has lost nothing after its last step.
+    assert lost_s[-1] == pytest.approx(found["lost_s"], abs=0.01)
+    until_last_step_s = found["total_s"] - found["seconds"]["ending"]
+    assert logged[-1]["goodput"] == pytest.approx(
+        found["seconds"]["steps"] / until_last_step_s, rel=0.02
+    )
+
+
+def test_top_shows_the_goodput_of_all_attempts(killed: Path) -> None:
+    found = answer("goodput", killed / "e" / "t")
+    top = answer("top", killed / "e" / "t")
+    assert (top["goodput"], top["lost_s"]) == (found["goodput"], found["lost_s"])
+    code, out, _ = holdfast("top", killed / "e" / "t", "--stats", killed / "stats.jsonl")
+    assert code == 0 and f"{found['goodput']:.1%}, starts and kills cost" in out
+
+
+def test_a_look_at_a_running_run_reads_only_new_lines_of_its_journal(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    spent = RunningTime(tmp_path)
+    assert spent.read().total_s == 0, "there is no journal yet"
+    journal = Journal(tmp_path)
+    journal.open()
+    journal.start(step=None, load_s=0.5)
+    for step in range(20):
+        journal.note("step", step=step)
+    assert spent.read().n_steps == 20
+
+    # What was read may become anything, and what is added counts.
+    whole = path.read_bytes()
+    path.write_bytes(b"\n" * len(whole))
+    journal.note("step", step=20)
+    found = spent.read()
+    assert found.n_steps == 21 and spent.read().n_steps == 21
+    added = path.read_bytes()[len(whole) :]
+    events = [json.loads(line) for line in (whole + added).splitlines()]
+    assert found == measure(events)
+
+    # A step that counts until now is not in the journal yet.
+    time.sleep(0.05)
+    with_step = spent.with_step()
+    assert with_step.seconds["steps"] >= found.seconds["steps"] + 0.05
+    assert spent.read() == found
+    journal.close()
+
+
+def _goodput_of_rank(rank: int, world_size: int, root: str) -> dict[str, float]:
+    handler, tiny = make_handler(root, freq_steps=1), Tiny()
+    assert handler.goodput() == {}, "nothing is known before `load`"
+    handler.load(tiny.state)
+    tiny.step()
+    found = handler.goodput()
+    handler.dump(tiny.state, step_info(0))
+    handler.close()
+    return found
+
+
+def test_only_the_leader_has_figures_and_a_run_without_recovery_has_none(tmp_path: Path) -> None:
+    leader, other = run_ranks(_goodput_of_rank, 2, str(tmp_path))
+    assert leader.keys() == {"goodput", "lost_s"} and other == {}
+    handler = make_handler(tmp_path / "off", mode="off")
+    handler.load(Tiny().state)
+    assert handler.goodput() == {}
+
+
+def measure(events: list[dict[str, Any]]) -> WallTime:
+    account = TimeAccount()
+    for event in events:
+        account.add(event)
+    return account.spent
 
 
 def _seconds(events: list[dict[str, Any]]) -> dict[str, float]:
