@@ -318,7 +318,7 @@ class FSDPEngine:
         meshes = self._meshes
         optimizer.zero_grad()
         routers.start_step(self.device)
-        replay.start_step(self.device)
+        replay.start_step(self.device, weighed.has_routes)
 
         # Add up the gradients of all micro-batches.
         loss_sum = self._zero_loss()
@@ -327,7 +327,7 @@ class FSDPEngine:
             self.model, len(micro_batches), meshes, self._sync_last
         ) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
-                with replay.of(mb, share):
+                with replay.counting(mb, share):
                     with routers.recording(mb, share):
                         loss, depends = self._weighted_loss(mb, share, loss_fn)
                     before_backward(number)

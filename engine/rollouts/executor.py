@@ -342,6 +342,9 @@ class RolloutExecutor:
                     f"the state of the rollouts has {_LOG} {log_id!r}, which is no id of a log"
                 )
             self._ledger.load_state_dict(ledger_state)
+            # The run before may not have asked for them.
+            if self.config.return_routed_experts:
+                self._ledger.mark_without_routes()
             self._recorded.load(records)
             self._log_id = log_id
             self._restored = True

@@ -16,7 +16,13 @@ import xxhash
 
 from ...utils.errors import BatchError, CheckpointMismatchError, ConfigError
 from ..training.batch import IMAGES, with_images
-from .trajectory import IMAGE_DIGEST, Trajectory, check_trajectory, sampled_versions
+from .trajectory import (
+    IMAGE_DIGEST,
+    Trajectory,
+    check_trajectory,
+    sampled_versions,
+    without_choice,
+)
 
 _FORMAT = 1
 
@@ -178,6 +184,12 @@ class Ledger:
             if IMAGE_DIGEST in trajectory and IMAGES not in trajectory:
                 found.append(entry)
         return found
+
+    def mark_without_routes(self) -> None:
+        """Let the model route the tokens of finished tickets that have no routed experts."""
+        for entry in self._entries.values():
+            if entry.trajectory is not None:
+                entry.trajectory = without_choice(entry.trajectory)
 
     def require_trained(self, step: int) -> None:
         """Raise ConfigError if a step with tickets is incomplete, so that it cannot have been

@@ -128,8 +128,9 @@ def _padded_routes(sequences: Sequence[TokenSequence], length: int) -> Tensor | 
             found.append(sequence.routed_experts)
     if not found:
         return None
+    n_rows = len(sequences)
     of_token = found[0].shape[1:]
-    shape = (len(sequences), length, *of_token)
+    shape = (n_rows, length, *of_token)
     padded = np.zeros(shape, np.result_type(*found))
     for row, sequence in enumerate(sequences):
         if sequence.routed_experts is not None:
@@ -185,13 +186,14 @@ def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
 
     Ledgers of older versions lack ``truncated``, so a trajectory without it counts as complete.
     Those of a run that did not ask for routed experts lack them, so their tokens have no choice.
-    Raises BatchError if the trajectories differ in other entries.
+    Raises BatchError if the trajectories differ in other entries, or in layers or k.
     """
     if any(_TRUNCATED in each for each in trajectories):
         trajectories = [_with_truncated(each) for each in trajectories]
     routes = [each[ROUTES] for each in trajectories if ROUTES in each]
     if routes:
-        trajectories = [_with_routes(each, routes[0]) for each in trajectories]
+        largest = max(routes, key=Tensor.numel)
+        trajectories = [_with_routes(each, largest) for each in trajectories]
 
     # All have the entries of the first one.
     names = trajectories[0].keys()
@@ -219,11 +221,33 @@ def _with_truncated(trajectory: Trajectory) -> Trajectory:
     return {_TRUNCATED: complete, **trajectory}
 
 
-def _with_routes(trajectory: Trajectory, others: Tensor) -> Trajectory:
+def without_choice(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with empty ``routed_experts``, so that the model routes its tokens, unless it
+    has some.
+    """
     if ROUTES in trajectory:
         return trajectory
-    shape = (*trajectory["input_ids"].shape, *others.shape[2:])
-    return {ROUTES: others.new_zeros(shape), **trajectory}
+    shape = trajectory["input_ids"].shape
+    return {**trajectory, ROUTES: torch.zeros((*shape, 0, 0), dtype=torch.uint8)}
+
+
+def _with_routes(trajectory: Trajectory, others: Tensor) -> Trajectory:
+    of_token = others.shape[2:]
+    own = trajectory.get(ROUTES)
+
+    # No token has a choice.
+    if own is None or own.numel() == 0:
+        shape = trajectory["input_ids"].shape
+        zeros = others.new_zeros((*shape, *of_token))
+        return {**trajectory, ROUTES: zeros}
+
+    if own.shape[2:] != of_token:
+        raise BatchError(
+            f"the trajectories of a batch have {ROUTES!r} of shapes {list(own.shape)} and "
+            f"{list(others.shape)}; expected the same decoder layers and experts of a token "
+            "([..., layers, k]). Do all servers have the same model?"
+        )
+    return trajectory
 
 
 def _widened(name: str, trajectory: Trajectory, length: int) -> Tensor:

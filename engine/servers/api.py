@@ -131,7 +131,8 @@ class ModelResponse:
             server.
         stop_reason: reason for the end.
         routed_experts: ``[prompt + completion - 1 - routes_from, layers, k]`` uint8 or int16,
-            experts of the input tokens from ``routes_from`` on. None: not asked for.
+            experts of the input tokens from ``routes_from`` on. None: not asked for. Responses
+            are compared without them.
     """
 
     input_tokens: list[int]
@@ -139,7 +140,7 @@ class ModelResponse:
     output_logprobs: list[float]
     output_versions: list[int]
     stop_reason: StopReason
-    routed_experts: np.ndarray | None = None
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ from .content_check import (
 )
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, readable, require_server_url
-from .routes import START, checked_routes
+from .routes import START, with_routes
 from .server_calls import ServerCalls
 from .sleep import TAGS, Sleep, SleepCalls, Sleeping
 from .stream import BucketReader
@@ -744,10 +744,8 @@ class ServerClient(ServerCalls):
             response = self._read_completion(request, answer, adapter)
             if request.images is not None:
                 response = replace(response, input_tokens=list(answer["prompt_token_ids"]))
-            if request.routes_from is not None:
-                routes = checked_routes(request, response, self._read_routes(answer))
-                response = replace(response, routed_experts=routes)
-        return check_images(request, response, self.name)
+        response = check_images(request, response, self.name)
+        return with_routes(request, response, self.name, partial(self._read_routes, answer))
 
     async def _ask_completion(self, request: ModelRequest, path: str, body: Json) -> Json:
         try:

@@ -7,20 +7,31 @@ file of numpy, SGLang flat int32 (source of vLLM 0.32 and SGLang 0.5.23).
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib import format as numpy_files
 
+from ...utils.errors import ServerError
 from ..model_folder import read_raw_config
 from .api import ModelRequest, ModelResponse
+from .http import readable
 
 FLAG = "--enable-return-routed-experts"
 START = f"start the server with {FLAG}"
 _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_HEADERS = {
+    (1, 0): numpy_files.read_array_header_1_0,
+    (2, 0): numpy_files.read_array_header_2_0,
+}
 _SMALL = 256
 """Most experts whose numbers fit into uint8."""
+_LOOK = 64
+"""Tokens that are looked at together."""
 
 
 class RoutedLayers(NamedTuple):
@@ -49,12 +60,29 @@ class RoutedLayers(NamedTuple):
 
 
 def decode_file(text: str | None) -> np.ndarray:
-    """Decode base64 of a ``.npy`` with unsigned integers."""
-    content = io.BytesIO(_bytes_of(text))
+    """Decode base64 of a ``.npy`` with unsigned integers.
+
+    ValueError if it is something else. No memory is taken for numbers that are not there.
+    """
+    content = _bytes_of(text)
+    file = io.BytesIO(content)
     try:
-        return np.load(content, allow_pickle=False)
-    except EOFError as error:
-        raise ValueError(f"its routed experts are cut off: {error}") from error
+        version = numpy_files.read_magic(file)
+        shape, by_columns, dtype = _HEADERS[version](file)
+    # Python's own parser reads the header, and has errors of many kinds.
+    except Exception as error:
+        raise ValueError(
+            f"its routed experts are no file of numpy: {type(error).__name__}: {error!s:.200}"
+        ) from error
+    start = file.tell()
+    n_expected = prod(shape) * dtype.itemsize
+    if len(content) - start != n_expected:
+        raise ValueError(
+            f"its routed experts are {len(content) - start} bytes; expected {n_expected} for "
+            f"{dtype} of shape {list(shape)}"
+        )
+    flat = np.frombuffer(content, dtype, offset=start)
+    return flat.reshape(shape, order="F" if by_columns else "C")
 
 
 def decode_flat(text: str | None, layers: RoutedLayers | None) -> np.ndarray:
@@ -75,6 +103,23 @@ def decode_flat(text: str | None, layers: RoutedLayers | None) -> np.ndarray:
     return routes.astype(np.uint8 if layers.n_experts <= _SMALL else np.uint16)
 
 
+def with_routes(
+    request: ModelRequest,
+    response: ModelResponse,
+    server: str,
+    read: Callable[[], np.ndarray],
+) -> ModelResponse:
+    """The completion of ``server`` with its routed experts, if they were asked for.
+
+    ServerError if ``read`` or `checked_routes` refuses them.
+    """
+    if request.routes_from is None:
+        return response
+    with readable(f"{server}: a completion", ServerError):
+        routes = checked_routes(request, response, read())
+    return replace(response, routed_experts=routes)
+
+
 def checked_routes(
     request: ModelRequest,
     response: ModelResponse,
@@ -92,13 +137,23 @@ def checked_routes(
             f"its routed experts are {routes.dtype} of shape {list(routes.shape)}; expected "
             f"uint8 or uint16 of [{n_rows}, layers, experts of a token]"
         )
-    ordered = np.sort(routes, axis=-1)
-    all_differ = (ordered[..., 1:] != ordered[..., :-1]).all(axis=-1)
-    if not all_differ.any():
+    if not _has_choice(routes):
         raise ValueError(f"no token has routed experts, all are like {routes[:1].tolist()!s:.80}")
     if routes.dtype == np.uint16:
         return routes.astype(np.int16)
     return routes
+
+
+def _has_choice(routes: np.ndarray) -> bool:
+    """Whether a token has k different experts in any layer. The first tokens of an answer nearly
+    always have, and to look at all of a long one would hold up other answers.
+    """
+    for start in range(0, len(routes), _LOOK):
+        ordered = np.sort(routes[start : start + _LOOK], axis=-1)
+        all_differ = (ordered[..., 1:] != ordered[..., :-1]).all(axis=-1)
+        if all_differ.any():
+            return True
+    return False
 
 
 def _bytes_of(text: Any) -> bytes:

@@ -25,7 +25,8 @@ models.
 ROUTES = "routed_experts"
 """Per-token entry ``[..., layers, k]`` of uint8 or int16: the experts that a server took for a
 token as an *input*, in each decoder layer. All other entries describe the token as an output. k
-entries that are not all different, such as zeros, are no choice. Dense layers have zeros.
+entries that are not all different, such as zeros, are no choice. Dense layers have zeros. ``[...,
+0, 0]``: no token has a choice.
 """
 
 

@@ -23,6 +23,7 @@ from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
 from ..memory.tensors import bytes_of, memory_of
 from .batch import (
+    ROUTES,
     join_trajectories,
     refuse_images,
     refuse_unknown_tokens,
@@ -50,7 +51,7 @@ class WeighedBatch:
     is the excess of this rank's weights over its part of ``total``. It is not 0 only if the batch
     was then cut further and ``loss_weight_fn`` gives the parts of a micro-batch another total
     weight. ``tree_token_ratio`` is the number of tokens in all rows, divided by that of whole
-    sequences.
+    sequences. ``has_routes``: whether the batch of any rank has `ROUTES`.
     """
 
     micro_batches: list[MicroBatch]
@@ -60,6 +61,7 @@ class WeighedBatch:
     n_tokens: float
     attention_flops: float
     tree_token_ratio: float
+    has_routes: bool
 
     def statistics(self, shares_prompts: bool) -> dict[str, float]:
         """Numbers of micro-batches and of this rank's tokens, and ``tree_token_ratio`` if rows
@@ -188,6 +190,7 @@ class _Announced(NamedTuple):
     n_tokens: float
     n_row_tokens: float
     attention_flops: float
+    has_routes: float
 
 
 def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
@@ -197,7 +200,8 @@ def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
         n_mbs, weight = cutter.cut()
         bits, magnitude = cutter.fingerprint() if n_alike > 1 else (0.0, 0.0)
         flops = cutter.attention_flops()
-        return _Announced(n_mbs, weight, bits, magnitude, *cutter.tokens(), flops)
+        routed = cutter.has_routes()
+        return _Announced(n_mbs, weight, bits, magnitude, *cutter.tokens(), flops, routed)
 
     n_numbers = len(_Announced._fields)
     rows = gather_numbers_of("cutting the batch into micro-batches", cut, n_numbers, group)
@@ -224,7 +228,16 @@ def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
     n_tokens = sum(own.n_tokens for own in heads)
     flops = sum(own.attention_flops for own in heads)
     ratio = sum(own.n_row_tokens for own in heads) / n_tokens
-    return WeighedBatch(micro_batches, weights, total, correction, n_tokens, flops, ratio)
+    return WeighedBatch(
+        micro_batches=micro_batches,
+        weights=weights,
+        total=total,
+        correction=correction,
+        n_tokens=n_tokens,
+        attention_flops=flops,
+        tree_token_ratio=ratio,
+        has_routes=any(own.has_routes for own in announced),
+    )
 
 
 class PackedBin(NamedTuple):
@@ -300,6 +313,10 @@ class _Cutter:
         """Operations of attention for this rank's sequences."""
         return self.rules.attention_flops(self._lengths)
 
+    def has_routes(self) -> bool:
+        """Whether this rank's batch has `ROUTES` that are not empty."""
+        return ROUTES in self._batch and self._batch[ROUTES].numel() > 0
+
     def _check(self) -> None:
         """Check the batch, and note the lengths of its rows."""
         validate_batch(self._batch)
@@ -309,7 +326,7 @@ class _Cutter:
             refuse_unknown_tokens(self._batch, rules.n_known_tokens, image_token)
 
         if rules.routes is not None:
-            rules.routes.check(self._batch, rules.needs_routes)
+            self._batch = rules.routes.check(self._batch, rules.needs_routes)
 
         self._lengths = sequence_lengths(self._batch)
         longest = max(self._lengths)

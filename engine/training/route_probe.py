@@ -76,7 +76,8 @@ def find_replay(
     rules = None
     if config.router_replay.is_on:
         rules = _rules_of(model, device, group)
-    return RouteReplay(model, config.pack_sequences, meshes.sequence, rules)
+    is_policy = config.optimizer is not None and not config.is_critic
+    return RouteReplay(model, config.pack_sequences, meshes.sequence, rules, is_policy)
 
 
 def _rules_of(

@@ -62,16 +62,20 @@ class RouteRules(NamedTuple):
     top_k: int
     n_experts: Mapping[int, int]
 
-    def check(self, batch: Batch, required: bool) -> None:
-        """Raise BatchError if routes do not fit the model, or are missing although ``required``.
-        Waits for the device of the batch.
+    def check(self, batch: Batch, required: bool) -> Batch:
+        """Return the batch, with zeros if no token has a choice. Raise BatchError if routes do not
+        fit the model, or are missing although ``required``. Waits for the device of the batch.
         """
         routes = batch.get(ROUTES)
         if routes is None:
             if required:
                 raise BatchError(f"the batch has no {ROUTES!r}, which routers replay; {_ASK}")
-            return
-        expected = (*batch["input_ids"].shape, self.n_layers, self.top_k)
+            return batch
+        shape = batch["input_ids"].shape
+        expected = (*shape, self.n_layers, self.top_k)
+        if routes.shape == (*shape, 0, 0):
+            # One zero in memory.
+            return {**batch, ROUTES: routes.new_zeros(()).expand(expected)}
         if routes.shape != expected or routes.dtype not in (torch.uint8, torch.int16):
             raise BatchError(
                 f"batch[{ROUTES!r}] is {routes.dtype} of shape {list(routes.shape)}; expected "
@@ -89,13 +93,15 @@ class RouteRules(NamedTuple):
                     f"{int(own[row].max())} in row {row} and layer {layer}; expected 0 to "
                     f"{n_experts - 1}"
                 )
+        return batch
 
 
 class RouteReplay:
     """The routers of a model, by decoder layer, as servers count them.
 
     With ``rules`` they take the experts of the batch. Without, they choose themselves, and only
-    differences are counted. ``sequence`` are the ranks that share a row.
+    differences are counted, in `counting`. ``sequence`` are the ranks that share a row. A model
+    that is no ``policy`` has nothing to count.
     """
 
     def __init__(
@@ -104,31 +110,67 @@ class RouteReplay:
         packed: bool = True,
         sequence: Group = None,
         rules: RouteRules | None = None,
+        policy: bool = True,
     ) -> None:
         self.rules = rules
-        self._routers = routers_by_layer(model)
+        self._routers = routers_by_layer(model) if policy else {}
         self._n_layers = count_layers(model)
         self._packed = packed
         self._sequence = sequence
         self._wrapped = False
-        self._found_routes = False
+        self._told = False
         self._now: _Replayed | None = None
-        self.start_step(torch.device("cpu"))
+        self.start_step(torch.device("cpu"), False)
         if rules is not None:
             self._wrap()
 
-    def start_step(self, device: torch.device) -> None:
-        """Forget what was counted."""
+    def start_step(self, device: torch.device, has_routes: bool) -> None:
+        """Forget what was counted. All ranks say alike whether any of them ``has_routes``."""
+        self._has_routes = has_routes and bool(self._routers)
+        if self._has_routes and self.rules is None and not self._told:
+            self._told = True
+            logger.info(
+                "the batch has %r, but config key 'router_replay.mode' is 'disabled': the model "
+                "routes its tokens itself",
+                ROUTES,
+            )
         self._sums = torch.zeros(len(_Counted._fields), dtype=torch.float64, device=device)
 
     @contextmanager
     def of(self, mb: MicroBatch, share: float = 1.0) -> Iterator[None]:
-        """Replay the routes of ``mb`` in the forward and backward inside, unless it has none or its
-        share of the loss is 0.
+        """Replay the routes of ``mb`` in the passes inside, unless it has none or its share of the
+        loss is 0. Without ``rules`` this does nothing.
         """
+        if self.rules is None:
+            yield
+            return
+        with self._given(mb, share, set()):
+            yield
+
+    @contextmanager
+    def counting(self, mb: MicroBatch, share: float) -> Iterator[None]:
+        """`of` in the forward and backward of a step, with the counts of `statistics`. Without
+        ``rules`` it counts alone.
+        """
+        with self._given(mb, share, set(self._routers)) as given:
+            yield
+        if given is None or given.uncounted:
+            return
+        of_siblings = _siblings_that_differ(mb, mb.data[ROUTES])
+        counted = given.counted(of_siblings, mb.n_tokens - mb.n_row_tokens)
+        self._sums = self._sums.to(counted.device) + counted
+
+    @contextmanager
+    def _given(
+        self,
+        mb: MicroBatch,
+        share: float,
+        to_count: set[int],
+    ) -> Iterator["_Replayed | None"]:
+        """Give the routers the routes of ``mb``, and count in the layers ``to_count``."""
         routes = mb.data.get(ROUTES)
         if routes is None or share == 0 or not self._can_use(routes):
-            yield
+            yield None
             return
         multiple = 1 if self._sequence is None else dist.get_world_size(self._sequence)
 
@@ -138,25 +180,19 @@ class RouteReplay:
         # Of the tokens in the loss, those before them count, whose experts decided about them.
         in_loss = mb.data["loss_mask"].bool()
         predicts = F.pad(in_loss[1:], (0, 1))
-        self._now = _Replayed(in_rows(routes), in_rows(predicts), set(self._routers))
+        self._now = _Replayed(in_rows(routes), in_rows(predicts), to_count)
         try:
-            yield
-            if not self._now.uncounted:
-                of_siblings = _siblings_that_differ(mb, routes)
-                counted = self._now.counted(of_siblings, mb.n_tokens - mb.n_row_tokens)
-                self._sums = self._sums.to(counted.device) + counted
+            yield self._now
         finally:
             self._now = None
 
     def statistics(self) -> dict[str, Tensor]:
         """`ROUTE_STATS` of the step over all ranks, on the device, if there were routes. NaN where
-        nothing was counted. Collective if the model has routers.
+        nothing was counted. Collective.
         """
-        if not self._routers:
+        if not self._has_routes:
             return {}
         dist.all_reduce(self._sums)
-        if not self._found_routes:
-            return {}
         sums = _Counted(*self._sums.unbind())
         return {
             "routes_differ": sums.differ / sums.choices,
@@ -166,14 +202,7 @@ class RouteReplay:
         }
 
     def _can_use(self, routes: Tensor) -> bool:
-        if self.rules is None and not self._found_routes:
-            logger.info(
-                "the batch has %r, but config key 'router_replay.mode' is 'disabled': the model "
-                "routes its tokens itself",
-                ROUTES,
-            )
-        self._found_routes = True
-        # Without rules, they may be of another model, such as the policy of this reference.
+        # Without rules, they may be of another model.
         fits = routes.dim() == 3 and routes.shape[1] == self._n_layers
         if not self._routers or not fits:
             return False

@@ -132,6 +132,39 @@ def test_a_run_that_begins_to_ask_does_not_use_answers_without_experts() -> None
     assert request_digest(replace(request, routes_from=None)) == without
 
 
+def test_a_run_that_begins_to_ask_trains_on_the_finished_tickets_before(tmp_path: Path) -> None:
+    trial = Trial(tmp_path)
+    workflow = Chat(turns=1)
+    options: Any = {"max_head_offpolicyness": 0}
+    with trial.life(Routed(), workflow, **options) as life:
+        life.serve(0)
+        before = life.executor.next_batch(0)
+        life.commit()
+    assert "routed_experts" not in before
+
+    later = Routed()
+    with trial.life(later, workflow, return_routed_experts=True, **options) as life:
+        life.serve(0)
+        batch = life.executor.next_batch(0)
+        assert not later.seen and torch.equal(batch["input_ids"], before["input_ids"])
+        found = batch["routed_experts"]
+        assert found.dtype == torch.uint8 and found.shape == (*batch["input_ids"].shape, 0, 0)
+
+        # A part of the batch may have some.
+        old = [trajectory for _, trajectory in life.executor.next_trajectories(0)]
+        life.commit()
+        life.serve(1)
+        new = [trajectory for _, trajectory in life.executor.next_trajectories(1)]
+        check(concat_trajectories(new), version=1)
+        for mixed in ([*old, *new], [*new, *old]):
+            found = concat_trajectories(mixed)["routed_experts"]
+            assert found.shape[2:] == (3, 2)
+            assert found.flatten(1).any(1).sum() == len(new)
+    with trial.life(Routed(), workflow, return_routed_experts=True, **options) as life:
+        life.serve(0)
+        assert life.executor.next_batch(0)["routed_experts"].shape[2:] == (0, 0)
+
+
 def test_trajectories_without_experts_count_as_tokens_without_a_choice() -> None:
     found: list[Any] = []
     for answer in ([7, 8], [7, 8, 9]):
@@ -145,3 +178,24 @@ def test_trajectories_without_experts_count_as_tokens_without_a_choice() -> None
     assert batch["routed_experts"].shape == (2, 6, 3, 2)
     assert batch["routed_experts"][0].any() and not batch["routed_experts"][1].any()
     assert batch["input_ids"].dtype == torch.int64
+
+
+def test_experts_of_other_models_are_refused_with_both_shapes() -> None:
+    found: list[Any] = []
+    for n_layers, top_k in ((3, 2), (4, 2), (3, 3)):
+        sequence = TokenSequence()
+        sequence.extend_given([1, 2, 3])
+        plain = ModelResponse([1, 2, 3], [7, 8], [-0.1, -0.1], [1, 1], "stop")
+        routes = FakeRoutes(n_layers, top_k).of([1, 2, 3, 7], [1] * 4).astype(np.uint8)
+        sequence.extend_sampled(replace(plain, routed_experts=routes))
+        found.append(to_trajectory([sequence], [1.0]))
+    for other, shape in ((found[1], "1, 5, 4, 2"), (found[2], "1, 5, 3, 3")):
+        words = rf"shapes \[1, 5, 3, 2\] and \[{shape}\]; expected the same decoder layers"
+        with pytest.raises(BatchError, match=words):
+            concat_trajectories([found[0], other])
+
+
+def test_responses_with_experts_can_be_compared() -> None:
+    plain = ModelResponse([1, 2, 3], [7, 8], [-0.1, -0.1], [1, 1], "stop")
+    assert routed(plain, 0, 1) == routed(plain, 0, 1)
+    assert routed(plain, 0, 1) != replace(routed(plain, 0, 1), output_tokens=[7, 9])

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest,
 from holdfast.utils.errors import PromptError, ServerError
 from tests.engine.processors import IMAGE, picture
 from tests.engine.servers.fake_images import Eyes
+from tests.engine.servers.fake_routes import FakeRoutes
 from tests.engine.servers.fake_weights import hashed_token
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed
@@ -110,6 +112,17 @@ def test_a_server_that_reads_the_images_in_another_way_is_refused_at_once(
         server, forbidding
     )
     fake.tell()
+
+
+def test_images_read_in_another_way_are_told_before_their_routed_experts(tmp_path: Path) -> None:
+    routes = FakeRoutes()
+    with FakeServer("vllm", tmp_path, eyes=Eyes(IMAGE), routes=routes) as fake:
+        server = VLLMServer(fake.url)
+        server.update_weights_from_disk(publish_hashed(tmp_path / "w", 1, routes.config), 1)
+        refused = refusal(server, request(input_ids=[*EXPANDED[:7], 7], routes_from=0))
+        assert "has 9 tokens on" in refused
+        response = asyncio.run(server.agenerate(request(routes_from=0)))
+        assert response.routed_experts is not None and len(response.routed_experts) == 11
 
 
 def test_images_that_a_server_does_not_take_are_errors_of_that_server(server: Client) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ import pytest
 
 from holdfast.engine.servers import SGLangServer, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
-from holdfast.engine.servers.routes import RoutedLayers, decode_file, decode_flat
+from holdfast.engine.servers.http import readable
+from holdfast.engine.servers.routes import (
+    RoutedLayers,
+    checked_routes,
+    decode_file,
+    decode_flat,
+)
 from holdfast.utils.errors import ServerError
 from tests.engine.servers.fake_routes import FakeRoutes
 from tests.engine.servers.fakes import FakeServer
@@ -126,6 +133,26 @@ def test_the_layers_of_a_model_are_read_from_its_config(
     assert RoutedLayers.of(tmp_path) == found
 
 
+def test_a_long_answer_is_not_searched_once_a_token_has_experts() -> None:
+    n_tokens = 8192
+    routes = np.zeros((n_tokens, 48, 8), np.uint8)
+    request = ModelRequest([1] * n_tokens, routes_from=0)
+    response = ModelResponse([1] * n_tokens, [2], [-0.1], [1], "stop")
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert checked_routes(request, response, routes) is routes
+        return time.perf_counter() - started
+
+    # A choice of the last token counts. That of the first one ends the search.
+    with pytest.raises(ValueError, match="no token has routed experts"):
+        checked_routes(request, response, routes)
+    routes[-1, -1] = range(8)
+    whole = min(seconds() for _ in range(3))
+    routes[0, -1] = range(8)
+    assert min(seconds() for _ in range(3)) < whole / 5
+
+
 def test_experts_without_a_shape_are_refused() -> None:
     text = base64.b64encode(bytes(24)).decode()
     with pytest.raises(ValueError, match="no shape: no weights were published"):
@@ -134,5 +161,37 @@ def test_experts_without_a_shape_are_refused() -> None:
         decode_flat(text, RoutedLayers(4, 2, 8))
     with pytest.raises(ValueError, match="are 0 to 7; expected 0 to 6"):
         decode_flat(ROUTES.as_flat(np.array([0, 7])), RoutedLayers(1, 2, 7))
-    with pytest.raises(ValueError, match="cut off"):
-        decode_file("")
+
+
+def file_of(header: bytes, body: bytes = b"") -> bytes:
+    """A file of numpy whose header is this text."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + body
+
+
+def described(shape: str, dtype: str = "'|u1'") -> bytes:
+    return f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+
+
+UNREADABLE = {
+    "nothing": (b"", "no file of numpy"),
+    "a zip archive": (b"PK\x03\x04 cut off", "no file of numpy"),
+    "another version": (b"\x93NUMPY\x09\x00\x02\x00{}", "no file of numpy"),
+    "an open bracket": (file_of(b"{'descr': ("), "no file of numpy"),
+    "unhashable": (file_of(b"{[]: 1}"), "no file of numpy"),
+    "nested": (file_of(b"-" * 9000 + b"1"), "no file of numpy"),
+    "too many numbers": (
+        file_of(described("(1000000000000,)")),
+        "are 0 bytes; expected 1000000000000 ",
+    ),
+    "a negative size": (file_of(described("(-1, -1)"), b"1"), ""),
+    "objects": (file_of(described("(1,)", "'|O'"), bytes(8)), ""),
+    "cut off": (file_of(described("(2, 3, 2)"), bytes(11)), "are 11 bytes; expected 12 for uint8"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_bytes_that_are_no_experts_are_an_error_of_the_answer(name: str) -> None:
+    content, words = UNREADABLE[name]
+    words = f"an answer cannot be used: ValueError: .*{words}"
+    with pytest.raises(ServerError, match=words), readable("an answer", ServerError):
+        decode_file(base64.b64encode(content).decode())

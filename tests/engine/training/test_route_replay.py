@@ -339,6 +339,30 @@ def test_tokens_without_a_choice_are_routed_by_the_model_and_counted(
     run_ranks(_missing, 1, folders("qwen3_moe"))
 
 
+def _only_some_ranks(rank: int, world_size: int, folder: str) -> None:
+    """Statistics have the same names on all ranks in each step, so that they can be added up."""
+    batch = make_batch()
+    share = rows(batch, slice(rank * 4, rank * 4 + 4))
+    given = {**share, "routed_experts": drawn(share, set())}
+    without_loss = {**share, "loss_mask": torch.zeros_like(share["loss_mask"])}
+    engine = make_engine(folder, optimizer=SGD)
+    for number, own in enumerate((share, given if rank else without_loss, given, share)):
+        stats = engine.train_batch(own, nll, loss_tokens)
+        assert ("routes_differ" in stats) == (number in (1, 2)), number
+        assert engine.export_stats().keys() == stats.keys(), number
+
+    # A rank without a loss counts nothing, and reports what the other one counted.
+    engine = make_engine(folder, **R3)
+    routed = {**without_loss, "routed_experts": given["routed_experts"]}
+    stats = engine.train_batch(given if rank else routed, nll, loss_tokens)
+    assert 0.5 < stats["routes_differ"] < 1 and stats["routes_missing"] == 0
+    assert engine.export_stats()["routes_differ"] == pytest.approx(stats["routes_differ"])
+
+
+def test_all_ranks_report_routes_if_any_has_them(folders: Callable[[str], str]) -> None:
+    run_ranks(_only_some_ranks, 2, folders("qwen3_moe"))
+
+
 def _siblings(rank: int, world_size: int, folder: str) -> None:
     """Four answers to one prompt of five tokens."""
     generator = torch.Generator().manual_seed(3)
@@ -367,6 +391,35 @@ def _siblings(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_shared_prompt_has_the_routes_of_its_first_answer(folders: Callable[[str], str]) -> None:
     run_ranks(_siblings, 1, folders("qwen3_moe"))
+
+
+def _no_choice(rank: int, world_size: int, folder: str) -> None:
+    """Batches of samples from before the servers were asked: of all ranks, then of one."""
+    batch = make_batch()
+    share = rows(batch, slice(rank * 4, rank * 4 + 4))
+    empty = torch.zeros(*share["input_ids"].shape, 0, 0, dtype=torch.uint8)
+    without = {**share, "routed_experts": empty}
+    native = make_engine(folder, optimizer=SGD)
+    engine = make_engine(folder, **R3)
+    assert torch.equal(engine.forward_batch(without), native.forward_batch(share))
+    gradients, replayed = capture_gradients(native), capture_gradients(engine)
+    native.train_batch(without, nll, loss_tokens)
+    stats = engine.train_batch(without, nll, loss_tokens)
+    assert same(gradients, replayed)
+    assert stats["routes_missing"] == 1 and stats["tokens_rerouted"] == 0
+
+    given = {**share, "routed_experts": drawn(share, set())} if rank else without
+    for each in (native, engine):
+        stats = each.train_batch(given, nll, loss_tokens)
+        assert 0.5 < stats["routes_differ"] < 1, stats
+        assert each.export_stats().keys() == stats.keys()
+    assert 0 < stats["routes_missing"] < 1
+
+
+def test_samples_of_a_run_that_did_not_ask_are_routed_by_the_model(
+    folders: Callable[[str], str],
+) -> None:
+    run_ranks(_no_choice, 2, folders("qwen3_moe"))
 
 
 def _refuses(rank: int, world_size: int, folder: str) -> None:
@@ -425,8 +478,8 @@ def test_keys_that_contradict_replay_are_refused() -> None:
             TrainEngineConfig(**changes)
 
 
-def _ignored(rank: int, world_size: int, moe: str, dense: str) -> list[str]:
-    """Lines in the log of engines that do not replay."""
+def _ignored(rank: int, world_size: int, folder: str) -> list[list[str]]:
+    """Lines in the logs of a policy, a critic and a reference, none of which replays."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -438,17 +491,58 @@ def _ignored(rank: int, world_size: int, moe: str, dense: str) -> list[str]:
     logger.addHandler(Keep())
     batch = make_batch()
     given = {**batch, "routed_experts": drawn(batch, set())}
-    for folder in (moe, dense):
-        engine = make_engine(folder, optimizer=SGD)
+    found = []
+    for keys in ({}, {"is_critic": True}, {"optimizer": None}):
+        engine = make_engine(folder, **{"optimizer": SGD, **keys})
+        wrapped = [
+            vars(router).get("forward") for router in routers_by_layer(engine.model).values()
+        ]
         for _ in range(2):
             assert torch.equal(engine.forward_batch(given), engine.forward_batch(batch))
-    assert not engine.train_batch(given, nll, loss_tokens).keys() & {"routes_differ"}
-    return lines
+        assert not lines
+        if "optimizer" not in keys:
+            loss = value_loss if engine.config.is_critic else nll
+            engine.eval_batch(given, loss, loss_tokens)
+            assert not lines
+            stats = [engine.train_batch(given, loss, loss_tokens) for _ in range(2)]
+            assert all(("routes_differ" in each) == (not keys) for each in stats)
+        if keys:
+            routers = routers_by_layer(engine.model).values()
+            assert [vars(router).get("forward") for router in routers] == wrapped
+        found.append(list(lines))
+        lines.clear()
+    return found
 
 
-def test_without_replay_routes_are_ignored_with_one_line(
-    folders: Callable[[str], str], tmp_path: Path
+def value_loss(values: Tensor, micro_batch: Batch) -> Tensor:
+    """Values of tokens in the loss, squared."""
+    mask = micro_batch["loss_mask"].bool()
+    return values[mask].square().mean()
+
+
+def test_only_a_trained_policy_counts_routes_that_it_does_not_replay(
+    folders: Callable[[str], str],
 ) -> None:
-    write_model_folder(tmp_path / "dense", tiny_qwen3())
-    (lines,) = run_ranks(_ignored, 1, folders("qwen3_moe"), str(tmp_path / "dense"))
-    assert len(lines) == 2 and all("mode' is 'disabled'" in line for line in lines)
+    (found,) = run_ranks(_ignored, 1, folders("qwen3_moe"))
+    (line,), *others = found
+    assert "mode' is 'disabled'" in line
+    assert others == [[], []]
+
+
+def _uncounted(rank: int, world_size: int, folder: str) -> None:
+    """Passes without an update replay, and count nothing."""
+    batch = make_batch()
+    given = {**batch, "routed_experts": drawn(batch, set())}
+    engine = make_engine(folder, **R3)
+    expected = engine.eval_batch(given, nll, loss_tokens)
+    assert abs(float(expected) - float(engine.eval_batch(batch, nll, loss_tokens))) > 1e-3
+    engine.forward_batch(given)
+    assert not engine._replay._sums.any()
+    loss = engine.train_batch(given, nll, loss_tokens)["loss"]
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_loss_of_an_evaluation_is_that_of_the_update_and_counts_nothing(
+    folders: Callable[[str], str],
+) -> None:
+    run_ranks(_uncounted, 1, folders("qwen3_moe"))
