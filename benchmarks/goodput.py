@@ -123,15 +123,18 @@ class Launcher:
 
     Attributes:
         struck: the faults so far.
+        exits: how often the driver has ended with an error, though no fault had killed it.
         wall_s: seconds from the first start to the end.
     """
 
     def __init__(self, run: GrpoRun, faults: Sequence[Fault], whole: bool) -> None:
         self.struck: list[Struck] = []
+        self.exits = 0
         self.wall_s = 0.0
         self._run = run
         self._faults = faults
         self._whole = whole
+        self._killed = False  # whether a fault has killed the driver since its last start
         self._first_step_s: float | None = None
         self._clock_s = 0.0
         self._dice = random.Random(SEED)
@@ -157,6 +160,8 @@ class Launcher:
 
                 # The driver was killed, or gave up: no server may die before all are up.
                 if code is not None:
+                    self.exits += not self._killed
+                    self._killed = False
                     if len(self.struck) == n_before:
                         raise RunFailed(f"the job ended with {code}:\n{self._run.log_tail()}")
                     n_before = len(self.struck)
@@ -197,6 +202,7 @@ class Launcher:
 
         # Only a fault that was seen to happen counts.
         _require_gone(target)
+        self._killed = self._whole or fault.kind in ("driver", "job")
         struck_s = round(self._clock_s, 2)
         self.struck.append(
             Struck(fault.kind, round(fault.at_s, 2), struck_s, target.pid, round(created, 2))
@@ -222,7 +228,8 @@ class Launcher:
         for process in others:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(others, _GONE_S)
+        for process in others:
+            _require_gone(process)
 
 
 def _workers(driver: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
@@ -272,13 +279,15 @@ class Row:
         way: one of `WAYS`, or ``undisturbed``.
         mean_s: mean time between faults. None: there were none.
         struck: the faults that happened.
-        finished: whether it ended within the limit.
+        finished: whether it ended within the limit, and without an error.
         wall_s: seconds from the first start to the end.
         goodput: share of the run's wall time on steps that count (`holdfast goodput`).
         again: steps that were done again.
         samples_lost: answers that were sampled, and are in no step that counts.
         reward: mean over the last steps.
         weights: SHA-256 of the final weights.
+        exits: of the driver with an error, though no fault had killed it.
+        reason: the error with which the run has failed.
     """
 
     way: str
@@ -291,6 +300,8 @@ class Row:
     samples_lost: int
     reward: float
     weights: str | None
+    exits: int = 0
+    reason: str | None = None
 
 
 def measure(folder: Path, way: str, size: Size, mean_s: float | None) -> Row:
@@ -321,7 +332,12 @@ def measure(folder: Path, way: str, size: Size, mean_s: float | None) -> Row:
     if mean_s is not None:
         faults = draw_faults(size.most_faults, mean_s)
     launcher = Launcher(run, faults, whole=way == WHOLE)
-    finished = launcher.finish(size.limit_s)
+    finished = False
+    reason = None
+    try:
+        finished = launcher.finish(size.limit_s)
+    except (RunFailed, psutil.Error) as error:
+        reason = str(error)
 
     # The figures come from the files that the run and the servers have left.
     spent = RunningTime(run.trial_root).read()
@@ -338,6 +354,8 @@ def measure(folder: Path, way: str, size: Size, mean_s: float | None) -> Row:
         samples_lost=count_answers(record) - answers * spent.n_steps,
         reward=round(fmean(rewards), 3) if rewards else 0.0,
         weights=sha256(run.final_weights()) if finished else None,
+        exits=launcher.exits,
+        reason=reason,
     )
 
 
@@ -348,9 +366,9 @@ def table(rows: Sequence[Row], machine: dict[str, Any], size: Size) -> str:
         f"snapshot every {size.freq_steps} steps; {machine['cores']} cores, load average "
         f"{machine['load_average']:.1f} at the end.",
         "",
-        "| way | mean s between faults | faults | wall s | goodput | steps done again "
-        "| samples lost | reward | weights |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---|",
+        "| way | mean s between faults | faults | other exits | wall s | goodput "
+        "| steps done again | samples lost | reward | weights |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     # Weights are compared with the first run.
     undisturbed = rows[0].weights
@@ -361,11 +379,15 @@ def table(rows: Sequence[Row], machine: dict[str, Any], size: Size) -> str:
             of_kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             faults = f"{len(row.struck)}: {of_kinds}"
         weights = "not finished"
-        if row.finished:
+        if row.reason is not None:
+            weights = f"failed: {row.reason.splitlines()[0]}"
+        elif row.finished and undisturbed is None:
+            weights = "not compared"
+        elif row.finished:
             weights = "equal" if row.weights == undisturbed else "others"
         mean = "" if row.mean_s is None else f"{row.mean_s:g}"
         lines.append(
-            f"| {row.way} | {mean} | {faults} | {row.wall_s:.0f} "
+            f"| {row.way} | {mean} | {faults} | {row.exits} | {row.wall_s:.0f} "
             f"| {row.goodput:.1%} | {row.again} | {row.samples_lost} | {row.reward:.3f} "
             f"| {weights} |"
         )
@@ -373,7 +395,11 @@ def table(rows: Sequence[Row], machine: dict[str, Any], size: Size) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ways, and write ``goodput.json`` and ``goodput.md`` after each run."""
+    """Run the ways, and write ``goodput.json`` and ``goodput.md`` after each run.
+
+    Returns:
+        1 if a run has failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.goodput", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, to test the benchmark")
     parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results")
@@ -410,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table(rows, machine, size).splitlines()[-1], flush=True)
     shutil.rmtree(scratch, ignore_errors=True)
     print(f"{given.out / 'goodput.md'}, goodput.json next to it")
-    return 0
+    return int(any(row.reason is not None for row in rows))
 
 
 if __name__ == "__main__":

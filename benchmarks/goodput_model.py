@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.utils.errors import ConfigError
+
 Origin = Literal["measured", "published", "assumed"]
 MOST_STEPS = 2000
 """Longest interval between snapshots that is considered."""
@@ -251,6 +253,10 @@ def best(job: Job, way: Way, mean_s: float, values: Mapping[str, float]) -> Resu
         way: of recovery.
         mean_s: mean time between failures of the job.
         values: of `INPUTS`.
+
+    Raises:
+        ConfigError: a snapshot takes longer than the longest interval.
+        ArithmeticError: a number is too large or too small for the formula.
     """
     costs = costs_of(job, way, values)
     # Failures of servers cost the same whatever the interval, unless they end the job.
@@ -260,6 +266,11 @@ def best(job: Job, way: Way, mean_s: float, values: Mapping[str, float]) -> Resu
     # The next snapshot cannot begin before the last one is committed.
     step_s = values["step"]
     first = max(1, math.ceil(costs.commit_s / step_s))
+    if first >= MOST_STEPS:
+        raise ConfigError(
+            f"a snapshot of {way.name!r} on {job.n_gpus} GPUs is committed after {first} steps; "
+            f"expected less than {MOST_STEPS}: give a longer step or faster storage"
+        )
     young = math.sqrt(2 * costs.stall_s * of_trainers_s) / step_s
     found: list[Result] = []
     for n_steps in range(first, MOST_STEPS):
@@ -306,9 +317,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             values[name] = float(value)
         except ValueError:
             parser.error(f"{name} is {value!r}; expected a number")
-        if not values[name] > 0:
-            parser.error(f"{name} is {value!r}; expected a number above 0")
-    print("\n".join(lines(values)))
+        if not 0 < values[name] < math.inf:
+            parser.error(f"{name} is {value!r}; expected a number above 0 that is finite")
+    try:
+        text = "\n".join(lines(values))
+    except ConfigError as error:
+        parser.error(str(error))
+    except ArithmeticError as error:
+        parser.error(f"the inputs are too extreme for the formula: {error}")
+    print(text)
     return 0
 
 

@@ -68,9 +68,10 @@ class PPOWorker(TrainWorker):
         for name, number in seen.items():
             stats[f"critic/{name}"] = number
 
-        # The critic is never published, so it needs no version.
+        # The critic is never published. Its version tells traces which step it trains.
         self.end_step()
         self.critic.engine.step_lr_scheduler()
+        self.engines["critic"].set_version(self.engine.get_version())
         return stats
 
     def destroy(self) -> None:

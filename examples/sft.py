@@ -228,6 +228,7 @@ def train(
         with times.phase("training"):
             stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
             engine.step_lr_scheduler()
+            engine.set_version(step.global_step + 1)
 
         # Log before the snapshot: a kill between the two logs the step twice.
         if logger is not None:

@@ -126,15 +126,16 @@ class RecoverHandler:
 
         ``goodput`` is the share of the run's wall time, over all its attempts, that was spent on
         steps that count, this one included. ``lost_s`` is the time in seconds that starts and kills
-        have cost. Both are those of `holdfast goodput`. `load` reads the run's journal for them,
-        and each call only reads the lines since the last one.
+        have cost. Both are those of `holdfast goodput`. The first call reads the run's journal,
+        and each later one only the lines since the last one.
 
         Example::
 
             stats_logger.log(step, {**stats, **handler.goodput()})
 
         Returns:
-            nothing in mode ``off``, before `load`, and in processes other than the leader.
+            nothing in mode ``off``, before `load`, and in processes other than the leader. So it
+            cannot be given to `all_reduce_stats`, which needs the same names on all ranks.
         """
         self._require_open()
         if self._position is None or not self._position.ranks.is_leader:

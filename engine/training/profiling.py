@@ -5,6 +5,7 @@ A trace has the operators and kernels of one rank in one step, in phases with na
 ``snapshot``. An engine without a profiler pays one ``if`` a call.
 """
 
+import atexit
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ...utils.compat.torch_private import has_profiler, is_profiled
 from ...utils.logging import get_logger
 from ..config import ProfileConfig, TrainEngineConfig
 
@@ -39,6 +41,7 @@ class StepProfiler:
 
     def __init__(self, config: ProfileConfig, rank: int, device: torch.device) -> None:
         self._steps = set(config.steps)
+        self._missing = set(config.steps)
         self._folder = Path(config.path)
         self._rank = rank
         self._activities = [ProfilerActivity.CPU]
@@ -48,25 +51,64 @@ class StepProfiler:
         self._running: Any = None
 
     def at(self, step: int) -> None:
-        """Begin the trace of a step, or end the one of the step before it."""
+        """Begin the trace of a step, or end the one of the step before it. If another profiler of
+        this process runs, the step is not traced, with a warning.
+        """
         if step == self._step:
             return
-        self.close()
+        self._end()
+        # Steps before the first one of this process are not missing.
+        if self._step is None:
+            self._missing = {other for other in self._steps if other > step}
+        self._missing.discard(step)
         self._step = step
-        if step in self._steps:
-            self._running = profile(activities=self._activities)
-            self._running.start()
+        if step not in self._steps:
+            return
+
+        # torch has one profiler a process. With a second one it dies of a segmentation fault.
+        if has_profiler():
+            logger.warning("no trace of step %d: another profiler of this process runs", step)
+            return
+        running = profile(activities=self._activities)
+        try:
+            running.start()
+        except (OSError, RuntimeError) as error:
+            logger.warning("no trace of step %d: %s", step, error)
+            return
+        self._running = running
+        # An interpreter that ends while a profiler runs dies of the same.
+        atexit.register(self._end)
 
     def close(self) -> None:
-        """End and write the trace that runs, if any. If it cannot be written, that is a warning."""
+        """End and write the trace that runs, if any.
+
+        A trace that cannot be written, and steps that never came, are warnings.
+        """
+        self._end()
+        if self._missing:
+            logger.warning(
+                "no traces of steps %s: the last step of this engine was %s, by its set_version",
+                sorted(self._missing),
+                self._step,
+            )
+
+    def _end(self) -> None:
         if self._running is None:
             return
         began_s = time.monotonic()
         running = self._running
         self._running = None
-        running.stop()
+        atexit.unregister(self._end)
+        if not is_profiled():
+            logger.warning(
+                "no trace of step %d: its profiler was ended by another one, or runs in another "
+                "thread",
+                self._step,
+            )
+            return
         path = self._folder / f"step_{self._step}_rank_{self._rank}.json"
         try:
+            running.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:

@@ -166,11 +166,12 @@ class Routers:
         return filled, share
 
     def _count_choices(self, module: nn.Module, args: Any) -> None:
+        # Ranks without a share of the loss need it, too, for the same figures on all.
+        chosen: Tensor = args[1]  # [tokens, top k]
+        self.top_k = chosen.shape[-1]
         if not self._records:
             return
-        chosen: Tensor = args[1]  # [tokens, top k]
         layer = self._layers[module]
-        self.top_k = chosen.shape[-1]
         # A number above those of the experts stands for no expert.
         experts = chosen.reshape(-1).clamp(max=self._n_experts[layer])
         counted = self._mask.repeat_interleave(self.top_k)

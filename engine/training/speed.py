@@ -7,7 +7,7 @@ count.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class Speed:
     - with ``train_vision``, because those of the vision tower depend on the sizes of images
     - if the config does not have one number of layers, of heads, and one size of heads
     - if the config names experts that are not found in the model
+    - if a layer is of a kind whose keys are not known
+    - on a part of a device (MIG)
 
     Args:
         model: the model of the engine, on the ranks.
@@ -69,7 +71,8 @@ class Speed:
         text: Any = model.config.get_text_config(decoder=True)
         self._dense_flops, self._expert_flops = parameter_flops(model)
         self._width = _attention_width(text)
-        self._layers = Counter(_windows(text) if self._width else [])
+        windows = _windows(text) if self._width else None
+        self._layers = Counter(windows)
 
         # Ranks may have different devices. One that is not known makes the sum unknown.
         peak = 0.0
@@ -81,7 +84,7 @@ class Speed:
             all(peaks)
             and config.dtype == "bfloat16"
             and not config.train_vision
-            and self._width > 0
+            and windows is not None
             and (self._expert_flops > 0 or not names_experts)
         )
         self._peak = sum(peaks) if is_known else 0.0
@@ -108,7 +111,8 @@ class Speed:
         Args:
             weighed: what was trained.
             top_k: experts that a token passes in each layer.
-            seconds: wall time of the step.
+            seconds: wall time of the step. On CUDA it ends when the update has been launched.
+                Kernels that still run then are in the time of the next step.
         """
         stats = {"tokens_per_second": weighed.n_tokens / seconds}
         if self._peak:
@@ -154,14 +158,18 @@ def parameter_flops(model: PreTrainedModel) -> tuple[float, float]:
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 operations per second of a device, by its name in torch. None: not known."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    if "MIG" in words:
+        return None  # only a part of the device
     for name, peak in _PEAK_FLOPS.items():
         if words.issuperset(name.split()):
             return peak
     return None
 
 
-def _windows(text: Any) -> Iterator[int | None]:
-    """The most keys that a token sees, for each layer with attention. None: all."""
+def _windows(text: Any) -> list[int | None] | None:
+    """The most keys that a token sees, for each layer with attention. None instead of a number: all
+    keys. None instead of the list: a layer is of another kind.
+    """
     window = getattr(text, "sliding_window", None)
     if getattr(text, "use_sliding_window", True) is False:
         window = None
@@ -169,13 +177,17 @@ def _windows(text: Any) -> Iterator[int | None]:
     if kinds is None:
         kind = "full_attention" if window is None else "sliding_attention"
         kinds = [kind] * text.num_hidden_layers
+    windows: list[int | None] = []
     for kind in kinds:
-        if kind == "sliding_attention":
-            yield window
+        if kind in ("full_attention", "attention"):
+            windows.append(None)
+        elif kind == "sliding_attention":
+            windows.append(window)
         elif kind == "chunked_attention":
-            yield getattr(text, "attention_chunk_size", None)
+            windows.append(getattr(text, "attention_chunk_size", None))
         elif kind not in _WITHOUT_KEYS:
-            yield None
+            return None
+    return windows
 
 
 def _attention_width(text: Any) -> float:

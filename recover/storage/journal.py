@@ -140,6 +140,7 @@ def read_journal(
     last_bytes: int | None = None,
     since: int = 0,
     until: int | None = None,
+    must_read: bool = False,
 ) -> Iterator[Event]:
     """Yield the events of some kinds, oldest first. Yields nothing if there is no journal (a run of
     an older version).
@@ -153,6 +154,7 @@ def read_journal(
         last_bytes: read only this many bytes at the end of the journal. None reads all.
         since: byte offset at which to begin.
         until: byte offset of the line at which to end. None means the end of the journal.
+        must_read: raise OSError, after its warning, if the journal cannot be read.
     """
     path = trial_root / JOURNAL_NAME
     # Lazy: the file is opened when the first event is asked for, inside of ``try``.
@@ -176,6 +178,8 @@ def read_journal(
         return
     except OSError as error:
         logger.warning("cannot read %s: %s", path, error)
+        if must_read:
+            raise
 
 
 def last_start(trial_root: Path) -> tuple[int, dict[str, Any]] | None:

@@ -68,8 +68,6 @@ class RunFolder:
         if url is not None and not is_connected:
             self.mirror = Mirror(url, self._config.mirror_max_to_keep)
         self.journal.open()
-        # What earlier attempts have cost. From now on only new lines are read.
-        self.wall_time.read()
 
     def note_start(
         self,

@@ -5,16 +5,19 @@ counted once. The terms are those of Google's ml-goodput-measurement: goodput is
 that count, all other time is badput.
 """
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from stat import S_ISREG
 from typing import Literal, NamedTuple
 
+from ...utils.files import open_regular
 from .journal import EVENTS, JOURNAL_NAME, Event, read_journal
 
 Kind = Literal["steps", "again", "blocked", "resources", "processes", "load", "ending", "down"]
 
+_LONGEST_BYTES = 1 << 20
 LOST = "lost_s"
 """Name of `WallTime.lost_s` in the statistics of steps."""
 LABELS: dict[Kind, str] = {
@@ -76,22 +79,40 @@ class RunningTime:
     def __init__(self, trial_root: Path) -> None:
         self._trial_root = trial_root
         self._account = TimeAccount()
-        self._n_bytes = 0  # of the journal, that have been read
+        self._n_bytes = 0  # of the journal, that have been read: whole lines
 
     def read(self) -> WallTime:
-        """Return the time up to the last line of the journal. Nothing without a journal."""
+        """Return the time up to the last line of the journal. Nothing without a journal.
+
+        A journal that has become shorter is another one, and is read from its start. Lines that
+        cannot be read are tried again by the next call.
+        """
+        path = self._trial_root / JOURNAL_NAME
+        spent = self._account.spent
+        n_added = 0
         try:
-            journal = (self._trial_root / JOURNAL_NAME).stat()
+            journal = path.stat()
+            if not S_ISREG(journal.st_mode) or journal.st_size == self._n_bytes:
+                return spent
+            if journal.st_size < self._n_bytes:
+                self._forget()
+            end = _end_of_lines(path, self._n_bytes, journal.st_size)
+            new = read_journal(
+                self._trial_root, EVENTS, since=self._n_bytes, until=end, must_read=True
+            )
+            for event in new:
+                self._account.add(event)
+                n_added += 1
         except OSError:
-            return self._account.spent
-        n_bytes = journal.st_size
-        if not S_ISREG(journal.st_mode) or n_bytes <= self._n_bytes:
-            return self._account.spent
-        new = read_journal(self._trial_root, EVENTS, since=self._n_bytes, until=n_bytes)
-        for event in new:
-            self._account.add(event)
-        self._n_bytes = n_bytes
+            if n_added:
+                self._forget()
+            return spent
+        self._n_bytes = end
         return self._account.spent
+
+    def _forget(self) -> None:
+        self._account = TimeAccount()
+        self._n_bytes = 0
 
     def with_step(self) -> WallTime:
         """`read`, and the time since then as a part of a step that counts: for the statistics of a
@@ -99,6 +120,15 @@ class RunningTime:
         """
         self.read()
         return self._account.with_step(time.time())
+
+
+def _end_of_lines(path: Path, since: int, until: int) -> int:
+    """Where the last whole line between two byte offsets ends. ``since`` if there is none."""
+    start = max(since, until - _LONGEST_BYTES)
+    with open(open_regular(path), "rb", buffering=0) as file:
+        tail = os.pread(file.fileno(), until - start, start)
+    newline = tail.rfind(b"\n")
+    return since if newline < 0 else start + newline + 1
 
 
 class _Step(NamedTuple):

@@ -56,6 +56,9 @@ def test_an_input_is_given_by_name_and_the_table_says_so(
         ("steps=30", "there is no input 'steps'"),
         ("step=fast", "step is 'fast'; expected a number"),
         ("step=0", "step is '0'; expected a number above 0"),
+        ("step=inf", "step is 'inf'; expected a number above 0 that is finite"),
+        ("bytes=1e9", "is committed after"),
+        ("start=1e9", "the inputs are too extreme for the formula"),
     ):
         with pytest.raises(SystemExit):
             goodput_model.main([argument])

@@ -79,6 +79,14 @@ def answers(export: Path, numbers: range) -> float:
     return sum(map(str.__eq__, completions, texts)) / len(texts)
 
 
+@pytest.mark.slow
+def test_a_chosen_step_of_the_job_is_traced(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    chosen = ("engine.profile.steps=[3]", f"engine.profile.path={traces}")
+    finish(start(tmp_path / "run", 1, "trainer.total_epochs=1", *chosen))
+    assert [path.name for path in traces.iterdir()] == ["step_3_rank_0.json"]
+
+
 def test_the_task_rewards_exact_copies_and_its_tokenizer_and_folder_repeat(tmp_path: Path) -> None:
     digits = encode("407")
     for completion, expected in (

@@ -43,6 +43,10 @@ NAMES = privates(
             f"{_GROUP}:FSDPParam.unsharded_param",
             f"{_GROUP}:FSDPParam.unsharded_accumulated_grad",
         ],
+        "tell whether a profiler runs": [
+            "torch.autograd:_profiler_enabled()",
+            "torch.autograd.profiler:_is_profiler_enabled",
+        ],
         "step through an optimizer block by block": ["torch.optim:Optimizer._patch_step_function"],
         "clip a gradient": ["torch:_foreach_norm", "torch:_foreach_mul_"],
         "update moments in bfloat16": [
@@ -131,6 +135,16 @@ def free_matrix_workspaces() -> None:
     """
     if torch.version.cuda is not None:
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def has_profiler() -> bool:
+    """Return whether a profiler of torch runs in any thread of this process."""
+    return torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
+
+
+def is_profiled() -> bool:
+    """Return whether a profiler of torch that was started in this thread still runs."""
+    return torch.autograd._profiler_enabled() and torch.autograd.profiler._is_profiler_enabled
 
 
 def count_forward_hooks(module: nn.Module) -> int:

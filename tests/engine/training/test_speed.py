@@ -1,6 +1,7 @@
 """Tokens per second and model FLOPs utilization, against counts of torch and formulas by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from holdfast.engine.training.speed import parameter_flops, peak_flops
+from holdfast.engine.training.speed import _windows, parameter_flops, peak_flops
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows
 from tests.helpers import run_ranks
@@ -70,6 +71,16 @@ def test_the_formula_counts_what_torch_counts_in_a_forward_and_backward(
     engine.destroy()
 
 
+def test_a_rank_whose_batch_has_no_share_of_the_loss_knows_the_experts_of_a_token(
+    tmp_path: Path,
+) -> None:
+    write_model_folder(tmp_path, CONFIGS["experts"])
+    engine = make_engine(tmp_path)
+    engine.forward_batch(make_batch())  # nothing is recorded, as with a share of 0
+    assert engine._routers.top_k == 2
+    engine.destroy()
+
+
 def test_a_frozen_parameter_takes_four_operations_and_a_tied_head_counts_once() -> None:
     model = build_reference(tiny_qwen3(tied=True))
     n_params = sum(param.numel() for param in model.parameters())
@@ -89,6 +100,15 @@ def test_a_window_limits_the_keys_of_attention(window: int | None, tmp_path: Pat
     pairs = 10 * min(10, window or 10) + 3 * 3
     assert engine._speed.attention_flops([10, 3]) == 12 * 2 * 128 * pairs
     engine.destroy()
+
+
+def test_layers_of_a_kind_that_is_not_known_have_no_keys_to_count() -> None:
+    text = SimpleNamespace(sliding_window=4, layer_types=["full_attention", "linear_attention"])
+    text.layer_types.append("sliding_attention")
+    assert _windows(text) == [None, 4]
+    for kind in ("mlp", "moe", "hybrid", "indexed_attention", "compressed_sparse_attention"):
+        text.layer_types[1] = kind
+        assert _windows(text) is None
 
 
 def _speed_of_ranks(rank: int, world_size: int, folder: str) -> None:
@@ -125,6 +145,7 @@ def test_the_tokens_and_operations_of_all_ranks_count(tmp_path: Path) -> None:
         ("AMD Instinct MI300X", 1307.4e12),
         ("NVIDIA GB200", 2.5e15),
         ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("Tesla T4", None),
     ],
 )

@@ -1,18 +1,22 @@
 """``holdfast goodput``: what the wall time of a run was spent on."""
 
+import errno
 import json
 import multiprocessing
 import os
 import random
 import signal
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.recover.storage import journal as journal_module
 from holdfast.recover.storage.journal import JOURNAL_NAME, Journal
 from holdfast.recover.storage.wall_time import RunningTime, TimeAccount, WallTime
+from holdfast.utils.json_lines import read_lines
 from holdfast.utils.metrics import StatsLogger
 from tests.helpers import PRELOAD, run_ranks
 from tests.limits import stretched
@@ -159,6 +163,36 @@ def test_a_look_at_a_running_run_reads_only_new_lines_of_its_journal(tmp_path: P
     assert with_step.seconds["steps"] >= found.seconds["steps"] + 0.05
     assert spent.read() == found
     journal.close()
+
+
+def test_half_a_line_and_lines_that_cannot_be_read_count_later_and_a_new_journal_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / JOURNAL_NAME
+    spent = RunningTime(tmp_path)
+    lines = [json.dumps(event) + "\n" for event in [_start(10, None), *_steps(11, 15)]]
+    path.write_text("".join(lines[:2]) + lines[2][:20])
+    assert spent.read().n_steps == 1
+    path.write_text("".join(lines[:3]))
+    assert spent.read().n_steps == 2
+
+    # An error after one of two lines.
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        yield from islice(read_lines(*args, **kwargs), 1)
+        raise OSError(errno.EIO, "Input/output error")
+
+    path.write_text("".join(lines))
+    with monkeypatch.context() as broken:
+        broken.setattr(journal_module, "read_lines", failing)
+        spent.read()
+    assert spent.read().n_steps == 4
+
+    path.write_text("".join(lines[:3]))
+    assert spent.read().n_steps == 2
+
+
+def _steps(first: int, last: int) -> list[dict[str, Any]]:
+    return [_event(time, "step", step=time - first) for time in range(first, last)]
 
 
 def _goodput_of_rank(rank: int, world_size: int, root: str) -> dict[str, float]:
