@@ -134,8 +134,7 @@ class _Guard:
 
     def run(self, command: list[str]) -> int:
         """Run a program until it ends or must end, end its processes, and return its exit code."""
-        if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _adopt_orphans()
         # Until the keeper ends, a signal comes, or the program ends.
         # The object is kept: without a name, it would collect a program that ends at once itself.
         program = subprocess.Popen(command)
@@ -144,7 +143,7 @@ class _Guard:
             if program.pid in self._codes:
                 break
             time.sleep(_LOOK_EVERY_S)
-        self._end_all()
+        self.end_all()
 
         # A signal becomes an exit code as in a shell.
         code = self._codes.get(program.pid, 1)
@@ -155,7 +154,8 @@ class _Guard:
     def _on_sigterm(self, *_: object) -> None:
         self._told = True
 
-    def _end_all(self) -> None:
+    def end_all(self) -> None:
+        """End the group of this process, and all processes below it, but not itself."""
         # The whole group gets the signal, this process too.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -189,23 +189,41 @@ class _Guard:
 def _take_shelter(keeper: int) -> int:
     """Return in a child of this process, with the id of its keeper: this process, the shelter.
 
-    The shelter passes SIGTERM on, and exits with the child, or after ``keeper``. If the child was
-    killed, the shelter ends the group.
+    The shelter passes SIGTERM on, tells the child when ``keeper`` has ended, and exits with the
+    child. If the child was killed, its processes become those of the shelter, which ends them.
     """
     shelter = os.getpid()
+    _adopt_orphans()
     guard = os.fork()
     if guard == 0:
         return shelter
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(guard, signal.SIGTERM))
-    while os.getppid() == keeper:
+
+    def pass_on(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(guard, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    is_kept = True
+    while True:
         ended, status = os.waitpid(guard, os.WNOHANG)
         if ended:
-            code = os.waitstatus_to_exitcode(status)
-            if code < 0:
-                os.killpg(0, signal.SIGKILL)
-            os._exit(code)
+            break
+        if is_kept and os.getppid() != keeper:
+            is_kept = False
+            pass_on()
         time.sleep(_LOOK_EVERY_S)
-    os._exit(1)
+
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        _Guard(keeper, _WITHOUT_GUARD_S).end_all()
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes below this one that lose theirs."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _is_tracker(pid: int) -> bool:

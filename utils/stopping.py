@@ -10,8 +10,8 @@ import time
 from .errors import StopRequested
 
 PATIENCE_S = 5.0
-"""Seconds from the request to the end of waits, so that a server which is just being woken or
-loaded does not cost the step.
+"""Seconds from the request, and from the start of a wait, to its end, so that a server which is
+just being woken or loaded does not cost the step.
 """
 
 
@@ -34,11 +34,17 @@ def forget_stop() -> None:
     _Request.reason = None
 
 
-def require_no_stop(awaited: str) -> None:
-    """Raise StopRequested if this process was asked to stop `PATIENCE_S` ago. Called while it waits
-    for ``awaited``, at least every second.
+def require_no_stop(awaited: str, since: float) -> None:
+    """Raise StopRequested if this process was asked to stop, and has waited `PATIENCE_S` for
+    ``awaited`` since. Called while it waits, at least every second.
+
+    Args:
+        awaited: what it waits for.
+        since: start of the wait (``time.monotonic``).
     """
-    if _Request.reason is not None and time.monotonic() - _Request.since >= PATIENCE_S:
+    if _Request.reason is None:
+        return
+    if time.monotonic() - max(_Request.since, since) >= PATIENCE_S:
         raise StopRequested(
             f"{_Request.reason} came while the job waited for {awaited}; the same command goes on "
             "from the newest snapshot"

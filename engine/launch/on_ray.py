@@ -14,22 +14,27 @@ import threading
 import time
 from concurrent.futures import wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ...utils.compat.ray_private import started_here
 from ...utils.errors import ConfigError, WorkerLost
 from ...utils.files import StrPath
+from ...utils.logging import get_logger
 from ...utils.processes import ProcessId
 from ...utils.threads import on_daemon_thread
 from ..workers.group import WorkerGroup
-from ..workers.nodes import draining_nodes, is_one_host, own_address
+from ..workers.nodes import are_well, draining_nodes, own_address, own_gpus, own_node
 from ..workers.placement import Placement, PlacementRequest, WorkerResources, place
 from ..workers.rank_answers import require_ray
 from .keeper import ServerKeeper
 from .program import LocalRun, Program, Run, end_left_group
 from .spec import ServerSpec
 from .watched import WatchedServer, WatchLimits
+
+logger = get_logger(__name__)
 
 _LOOK_S = 1.0
 """Seconds between two looks at the node of a server, and longest delay of its end."""
@@ -107,7 +112,7 @@ class RayRun(Run):
         self._place_timeout_s = place_timeout_s
         self._program = program
         self._placement: Placement | None = None
-        self._group: ProcessId | None = None
+        self._left: _Left | None = None
         self._pid: int | None = None
         self._tail = ""
         self._problem: str | None = None
@@ -150,20 +155,19 @@ class RayRun(Run):
     # On the thread of this run
 
     def _watch(self, before: Run | None) -> None:
-        placement, left = self._place(before)
-        self._placement = placement
+        left = self._place(before)
         group = WorkerGroup(
             _Host,
-            args=(self._program, os.getcwd(), is_one_host(), left),
+            args=(self._program, os.getcwd(), started_here(), left),
             name=self._request.name,
-            placement=placement,
+            placement=self._placement,
             resources=self._request.resources,
             process_group=False,
             build_timeout_s=_BUILD_S,
             stall_timeout_s=None,
         )
         try:
-            self.url, self.log, self._group = group.call(0, "describe")
+            self.url, self.log, self._left = group.call(0, "describe")
             self.began = time.monotonic()
             while self._problem is None and not self._stop.is_set():
                 look: _Look = group.call(0, "watch", _LOOK_S)
@@ -173,23 +177,41 @@ class RayRun(Run):
                 drained = group.node_ids() & draining_nodes().keys()
                 if drained and self._problem is None:
                     self.blameless = True
+                    self.lost_node = True
                     self._problem = f"node {min(drained)} is being drained"
+        except WorkerLost:
+            self.lost_node = self.began is not None and not are_well(group.node_ids())
+            raise
         finally:
             group.shutdown(self._program.end_timeout_s)
 
-    def _place(self, before: Run | None) -> tuple[Placement, ProcessId | None]:
-        """The place of the run before with its process group, or a new place."""
+    def _place(self, before: Run | None) -> "_Left | None":
+        """Take the place of the run before, and return what may be left there, or a new place."""
         if isinstance(before, RayRun) and before._ended.done():
-            placement = before._placement
+            self._placement = before._placement
             before._placement = None
-            if placement is not None and placement.is_sound():
-                return placement, before._group
-            if placement is not None:
-                placement.remove()
+            if self._is_sound():
+                return before._left
+            self.release()
 
         # The others go on, so a node that was lost may be replaced at any time.
         timeout_s = self._place_timeout_s if before is None else math.inf
-        return place(self._request, timeout_s, stop=self._stop), None
+        self._placement = place(self._request, timeout_s, stop=self._stop)
+        return None
+
+    def _is_sound(self) -> bool:
+        try:
+            return self._placement is not None and self._placement.is_sound()
+        except Exception as error:
+            logger.warning("%s gets another place: %r", self._request.name, error)
+            return False
+
+
+class _Left(NamedTuple):
+    """Process group of a program, and Ray's name of its node."""
+
+    group: ProcessId
+    node: str
 
 
 class _Look(NamedTuple):
@@ -206,23 +228,28 @@ class _Host:
     Args:
         program: the program.
         folder: working folder of the driver, for relative paths, if this node has it.
-        is_one_host: whether the whole cluster is on one host.
-        left: process group of an earlier run here, of which something may be left.
+        is_local: whether the driver started the cluster, which no other host can join.
+        left: an earlier run, of which something may be left if it was on this node.
     """
 
-    def __init__(
-        self, program: Program, folder: str, is_one_host: bool, left: ProcessId | None
-    ) -> None:
-        if left is not None:
-            end_left_group(left)
+    def __init__(self, program: Program, folder: str, is_local: bool, left: _Left | None) -> None:
+        self._node = own_node()
+        if left is not None and left.node == self._node:
+            end_left_group(left.group)
         with suppress(OSError):
             os.chdir(folder)
-        host = "127.0.0.1" if is_one_host else own_address()
+        host = "127.0.0.1" if is_local else own_address()
+
+        # Ray may be told to leave the variable alone. Then all servers would take the first GPUs.
+        gpus = own_gpus()
+        if gpus:
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+            program = replace(program, variables={**program.variables, **visible})
         self._run = LocalRun(program, host, sheltered=True)
 
-    def describe(self) -> tuple[str, Path | None, ProcessId]:
-        """URL, log and process group."""
-        return self._run.url, self._run.log, self._run.group
+    def describe(self) -> tuple[str, Path | None, _Left]:
+        """URL, log, and what is left if nobody can end it."""
+        return self._run.url, self._run.log, _Left(self._run.group, self._node)
 
     def watch(self, timeout_s: float) -> _Look:
         """Return as soon as the program does not run any more, or after ``timeout_s``."""

@@ -65,12 +65,14 @@ class Run(ABC):
         log: its log file, on the host where it runs.
         began: time of the start on the monotonic clock. None: it waits for a place.
         blameless: whether it ended for a reason outside of the program.
+        lost_node: whether it had begun, and its node was lost or is drained.
     """
 
     url: str = ""
     log: Path | None = None
     began: float | None = None
     blameless: bool = False
+    lost_node: bool = False
 
     @abstractmethod
     def problem(self) -> str | None:

@@ -156,7 +156,9 @@ class WatchedProcess(ABC):
         now = time.monotonic()
         lost_port = started and _PORT_TAKEN in self.log_tail()
         self.blameless = lost_port or (self.run is not None and self.run.blameless)
-        self._ends.append(now)
+        # A lost node says nothing about the program. A start that never began counts in any case.
+        if self.run is None or not self.run.lost_node:
+            self._ends.append(now)
         self._ended += 1
         recent = [end for end in self._ends if now - end <= self._limits.restart_window_s]
         if len(recent) > self._limits.max_restarts:

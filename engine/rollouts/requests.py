@@ -78,11 +78,13 @@ class RequestSender:
         # A busy or absent server has not failed. Wait for it, or ask another one.
         limit_s = self._config.server_wait_s
         given_up_s = time.monotonic() + limit_s
+        absent_since: float | None = None
         while True:
             try:
                 return await self._send_to_one(request, episode)
             except (BusyServerError, NoServerError) as error:
-                left_s = given_up_s - time.monotonic()
+                now = time.monotonic()
+                left_s = given_up_s - now
                 if left_s <= 0:
                     raise RolloutError(
                         f"no server took a request for {limit_s:g} s: {error}"
@@ -92,8 +94,11 @@ class RequestSender:
                 again_s = _LOOK_AGAIN_S
                 if isinstance(error, BusyServerError):
                     again_s = max(error.retry_after_s, again_s)
-                elif all(id(server) in self._absent for server in self.usable()):
-                    require_no_stop("an inference server")
+                    absent_since = None
+                elif absent_since is None or self._is_away():
+                    absent_since = now
+                if absent_since is not None and self._all_absent():
+                    require_no_stop("an inference server", absent_since)
                 await asyncio.sleep(min(again_s, left_s))
 
     async def _send_to_one(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
@@ -131,12 +136,17 @@ class RequestSender:
         """
         await self.open.wait()
         limit_s = self._config.server_wait_s
-        given_up_s = time.monotonic() + limit_s
+        absent_since = time.monotonic()
+        given_up_s = absent_since + limit_s
         serving = self.usable()
         while not serving:
-            if time.monotonic() > given_up_s:
+            now = time.monotonic()
+            if now > given_up_s:
                 raise RolloutError(f"no server could be used for {limit_s:g} s")
-            require_no_stop("an inference server")
+            if self._is_away():
+                absent_since = now
+            else:
+                require_no_stop("an inference server", absent_since)
             await asyncio.sleep(_LOOK_AGAIN_S)
             await self.open.wait()
             serving = self.usable()
@@ -151,6 +161,14 @@ class RequestSender:
         if callable(self._servers):
             return list(self._servers())
         return list(self._servers)
+
+    def _is_away(self) -> bool:
+        """Whether the fleet whose `serving` gives the servers is updated, or sleeps for a turn."""
+        fleet = getattr(self._servers, "__self__", None)
+        return getattr(fleet, "is_away", False)
+
+    def _all_absent(self) -> bool:
+        return all(id(server) in self._absent for server in self.usable())
 
     def _count(self, attempt: RetryCallState) -> None:
         self.retried += 1

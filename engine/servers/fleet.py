@@ -247,7 +247,7 @@ class ServerFleet(Generic[S]):
         with self._changed:
             self._folder = folder
             members = self._members
-        awaited = {member for member in members if _missed_no_update(member)}
+        awaited = {member for member in members if member.missed_no_update}
         for member in members:
             member.want(folder)
 
@@ -480,15 +480,22 @@ class ServerFleet(Generic[S]):
 
         Raises StopRequested if the job was asked to stop meanwhile, or the errors of `serving`.
         """
-        end = time.monotonic() + timeout_s
+        began = time.monotonic()
+        end = began + timeout_s
         with self._changed:
             while len(self.serving()) < count:
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     return False
-                require_no_stop("inference servers")
+                require_no_stop("inference servers", began)
                 self._changed.wait(min(left_s, _STOP_LOOK_S))
             return True
+
+    @property
+    def is_away(self) -> bool:
+        """Whether servers are just updated, or rest for a turn, so that requests have to wait."""
+        resting = any(member.resting for member in self._members)
+        return resting or self._sleep_level is not None or self._updating.locked()
 
     def states(self) -> list[ServerReport]:
         """A report on each server, in the order in which they were added. Those of a source that do
@@ -560,7 +567,8 @@ class ServerFleet(Generic[S]):
         if self._source is None:
             return
         needed = self._needed(min_servers)
-        end = time.monotonic() + self._server_wait_s
+        began = time.monotonic()
+        end = began + self._server_wait_s
         while True:
             self._follow()
             members = self._members
@@ -573,7 +581,7 @@ class ServerFleet(Generic[S]):
                     f"{needed} are needed: {absent}. See to these servers, or wait longer "
                     "(server_wait_s)"
                 )
-            require_no_stop("inference servers")
+            require_no_stop("inference servers", began)
             time.sleep(_START_LOOK_S)
 
     def _follow(self) -> None:
@@ -659,11 +667,6 @@ def _note_unanswered(
             member.note_unanswered(folder, ServerState.BEHIND, problem)
 
 
-def _missed_no_update(member: FleetMember) -> bool:
-    """Whether the server should answer the next update, because it missed none."""
-    return member.wanted is None or member.report.state in (ServerState.SERVING, ServerState.ASLEEP)
-
-
 def _tell(
     member: FleetMember, folder: PublishedFolder, deadline: float, buckets: BucketReader | None
 ) -> None:
@@ -731,18 +734,10 @@ def _look_after(member: FleetMember, retry_s: float) -> None:
         elif folder is not None and _needs_load(member, folder) and folder.on_disk:
             # The status request took a while, in which the publisher may have decided otherwise.
             still_wanted = member.wanted is folder and not member.resting
-            if still_wanted and time.monotonic() >= _retry_at(member, retry_s):
+            if still_wanted and time.monotonic() >= member.retry_at(retry_s, _LONGEST_PAUSE_S):
                 member.load(folder)
     finally:
         member.busy.release()
-
-
-def _retry_at(member: FleetMember, retry_s: float) -> float:
-    """Time of the next load. The pause begins after the second failure, and doubles with each."""
-    if member.failures <= 1:
-        return 0.0
-    pause_s = retry_s * 2.0 ** (member.failures - 2)
-    return member.failed_at + min(pause_s, _LONGEST_PAUSE_S)
 
 
 def _look_after_sleeper(member: FleetMember) -> None:

@@ -204,6 +204,21 @@ class FleetMember(Generic[S]):
             if self.serves:
                 self.note(ServerState.ASLEEP, ABOUT_TO_SLEEP, self.report.label)
 
+    # Its updates so far
+
+    @property
+    def missed_no_update(self) -> bool:
+        """Whether the server should answer the next update, because it missed none."""
+        return self.wanted is None or self.report.state in (ServerState.SERVING, ServerState.ASLEEP)
+
+    def retry_at(self, pause_s: float, longest_pause_s: float) -> float:
+        """Time of the next load. The pause begins after the second failure, and doubles with
+        each.
+        """
+        if self.failures <= 1:
+            return 0.0
+        return self.failed_at + min(pause_s * 2.0 ** (self.failures - 2), longest_pause_s)
+
     # Talking to the server. The caller holds `busy`, but not for a status request.
 
     def load(self, folder: PublishedFolder, buckets: BucketReader | None = None) -> None:

@@ -81,6 +81,7 @@ class SGLangServer(ServerClient):
         super().__post_init__()
         self._paused = False  # how this client left the server
         self._group_name = ""
+        self._is_known = False  # whether it had its name once
         self._layers: RoutedLayers | None = None  # of the published model
 
     # Updates of all weights
@@ -269,8 +270,13 @@ class SGLangServer(ServerClient):
     # Name, label, pause and sleep
 
     def require_name(self, timeout_s: float) -> None:
-        """Raise ServerError if no server with this key answers."""
+        """Raise ServerError if the server of ``served_name`` does not answer. After its first
+        answer, its key is enough.
+        """
         # What has the name waits until a load has ended.
+        if not self._is_known:
+            super().require_name(timeout_s)
+            self._is_known = True
         with self._calls("", timeout_s, ServerError) as calls:
             self._models(calls)
 
@@ -283,6 +289,11 @@ class SGLangServer(ServerClient):
             advice=_KEYS,
         )
         name = told.get("served_model_name")
+        if name is None:
+            raise calls.refuse(
+                "GET /server_info does not say which model it serves (served_model_name), so it "
+                "may be another server"
+            )
         return [str(name)]
 
     def _ask_label(self, calls: Calls) -> Json:

@@ -74,6 +74,16 @@ def ended_nodes(nodes: Iterable[str]) -> set[str]:
     return {node for node, state in states.items() if state is Raylet.ENDED}
 
 
+def are_well(nodes: Iterable[str]) -> bool:
+    """Whether all these nodes answer. True if Ray is away."""
+    try:
+        states = ask_raylets(nodes)
+    except (RayError, RuntimeError) as error:
+        logger.warning("the nodes could not be asked whether they answer: %s", headline(error))
+        return True
+    return all(state is Raylet.WELL for state in states.values())
+
+
 def _ask(node: Mapping[str, Any]) -> Raylet:
     address = (node["NodeManagerAddress"], node["NodeManagerPort"])
     # A raylet that is ending resets the first connection and refuses the second.
@@ -112,14 +122,19 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
-def is_one_host() -> bool:
-    """Whether all nodes that Ray considers alive have the same address."""
-    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
-
-
 def own_address() -> str:
     """Address of the node that this process runs on."""
     return ray.util.get_node_ip_address()
+
+
+def own_node() -> str:
+    """Ray's name of the node that this process runs on."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def own_gpus() -> list[str]:
+    """Ids of the GPUs that Ray gave this actor, as in CUDA_VISIBLE_DEVICES."""
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:

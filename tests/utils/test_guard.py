@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from holdfast.utils.guard import end_guarded, guarded_pid, start_guarded
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 from tests.live_vllm.live_server import LiveServer
 from tests.recover.triggers.jobs import job
 
@@ -85,7 +85,8 @@ def assert_ended(processes: list[psutil.Process]) -> None:
 _DRIVER = """
 import sys, time
 from holdfast.utils.guard import start_guarded
-start_guarded(sys.argv[1:], stop_timeout_s=0.5)
+sheltered = sys.argv[1] == "sheltered"
+start_guarded(sys.argv[2:], stop_timeout_s=0.5, sheltered=sheltered)
 time.sleep(60)
 """
 
@@ -93,7 +94,7 @@ time.sleep(60)
 def test_all_processes_of_a_program_end_with_a_killed_driver(
     server: list[str], processes: Callable
 ) -> None:
-    driver = subprocess.Popen([sys.executable, "-c", _DRIVER, *server, "0", "leaves"])
+    driver = subprocess.Popen([sys.executable, "-c", _DRIVER, "alone", *server, "0", "leaves"])
     started = processes(5)
     driver.kill()
     driver.wait()
@@ -124,7 +125,7 @@ def test_a_keeper_ends_the_processes_of_a_guard_that_was_killed(
 
 @pytest.mark.parametrize(
     ("who", "leaves", "count"),
-    [("shelter", "leaves", 5), ("program", "leaves", 5), ("guard", "stays", 3)],
+    [("shelter", "leaves", 5), ("program", "leaves", 5), ("guard", "leaves", 5)],
 )
 def test_all_processes_of_a_sheltered_program_end_without_its_keeper(
     server: list[str], processes: Callable, who: str, leaves: str, count: int
@@ -137,6 +138,39 @@ def test_all_processes_of_a_sheltered_program_end_without_its_keeper(
     os.kill(victims[who], signal.SIGKILL)
     assert_ended(started)
     shelter.wait()
+
+
+def test_a_sheltered_program_ends_with_a_driver_and_a_guard_that_are_killed_together(
+    server: list[str], processes: Callable
+) -> None:
+    command = [sys.executable, "-c", _DRIVER, "sheltered", *server, "0", "leaves"]
+    with subprocess.Popen(command) as driver:
+        started = processes(5)
+        (shelter,) = psutil.Process(driver.pid).children()
+        (guard,) = shelter.children()
+        for victim in (driver, guard):
+            victim.kill()
+        assert_ended([*started, shelter])
+
+
+_SHARING = """
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+segment = SharedMemory(create=True, size=1)
+open(sys.argv[1], "w").write(segment.name)
+time.sleep(60)
+"""
+
+
+def test_shared_memory_goes_with_a_sheltered_program_whose_guard_is_killed(tmp_path: Path) -> None:
+    named = tmp_path / "name"
+    shelter = start_guarded([sys.executable, "-c", _SHARING, str(named)], sheltered=True)
+    wait_until(lambda: named.exists() and named.read_text())
+    segment = Path("/dev/shm") / named.read_text()
+    assert segment.exists()
+    os.kill(guarded_pid(shelter), signal.SIGKILL)
+    shelter.wait(stretched(20))
+    assert not segment.exists()
 
 
 def test_a_keeper_ends_a_sheltered_program_and_gets_its_exit_code(

@@ -12,16 +12,22 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import RpcError
 
 from holdfast.engine.launch import RayServers, ServerSpec, WatchLimits
 from holdfast.engine.launch import watched as watched_module
+from holdfast.engine.launch.on_ray import RayRun, _Host, _Left
+from holdfast.engine.launch.program import Program, Run
+from holdfast.engine.launch.watched import ProcessState, WatchedServer
 from holdfast.engine.servers import ModelRequest, ServerFleet
 from holdfast.engine.servers.api import GenerationHyperparameters
-from holdfast.engine.worker_group import WorkerResources
+from holdfast.engine.worker_group import WorkerGroup, WorkerResources
+from holdfast.engine.workers.placement import Placement, PlacementRequest
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.processes import ProcessId, processes_of_group
 from tests.engine.launch.stand_in import LIMITS, ROOT, stand_in_spec
@@ -125,6 +131,91 @@ def test_a_cluster_without_enough_gpus_is_an_error_that_says_what_is_missing(
         servers.wait_until_up(stretched(START_S))
 
 
+def endless(folder: Path) -> Program:
+    """A program without a server, which ends with SIGTERM."""
+    return Program("server_0", lambda host, port: ["sleep", "600"], {}, folder, 0.5)
+
+
+def test_the_place_of_a_server_is_not_lost_with_an_error_of_ray(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = PlacementRequest("server_0", 1, WorkerResources(gpus=2))
+    before = RayRun(request, START_S, endless(tmp_path), None)
+    wait_until(lambda: before.began, START_S)
+    before.end()
+    with monkeypatch.context() as patch:
+        error = RpcError("Ray is away")
+        patch.setattr(Placement, "is_sound", Mock(side_effect=error))
+        after = RayRun(request, START_S, endless(tmp_path), before)
+        wait_until(lambda: after.began or after.problem(), START_S)
+    assert after.problem() is None
+    after.end()
+    after.release()
+    wait_until(lambda: ray.available_resources().get("GPU") == 2)
+
+
+def test_only_what_is_left_on_the_same_node_is_ended(local_ray: None, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as left:
+        group = ProcessId.of(left.pid)
+        here = ray.get_runtime_context().get_node_id()
+        for node, is_ended in (("another", False), (here, True)):
+            host = _Host(endless(tmp_path), str(tmp_path), True, _Left(group, node))
+            host.destroy()
+            assert group.alive() is not is_ended
+
+
+class EndedRun(Run):
+    """A run that ends at once."""
+
+    def problem(self) -> str | None:
+        return "it ended"
+
+    def end(self) -> None:
+        pass
+
+    def pid(self) -> int | None:
+        return None
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("lost_node", [True, False])
+def test_an_end_counts_as_a_restart_unless_the_node_was_lost(
+    tmp_path: Path, lost_node: bool
+) -> None:
+    run = EndedRun()
+    run.lost_node = lost_node
+    spec = ServerSpec("vllm", "/model")
+    limits = WatchLimits(max_restarts=0)
+    server = WatchedServer(0, spec, tmp_path, limits, lambda program, before: run)
+    server.step(hold=False)
+    server.step(hold=False)
+    assert server.error == "it ended"
+    assert server.state is (ProcessState.WAITING if lost_node else ProcessState.FAILED)
+
+
+def test_servers_have_their_own_gpus_if_ray_sets_no_variable(
+    local_ray: None, tmp_path: Path
+) -> None:
+    groups = [
+        WorkerGroup(
+            _Host,
+            args=(endless(tmp_path), str(tmp_path), True, None),
+            resources=WorkerResources(gpus=1),
+            process_group=False,
+            env={"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
+        )
+        for _ in range(2)
+    ]
+    seen: list[str] = []
+    for group in groups:
+        pid = group.call(0, "watch", 0.2).pid
+        seen.append(environment_of(pid)["CUDA_VISIBLE_DEVICES"])
+        group.shutdown()
+    assert sorted(seen) == ["0", "1"]
+
+
 @pytest.mark.slow
 def test_an_environment_without_the_server_is_an_error_on_ray(
     local_ray: None, tmp_path: Path
@@ -209,6 +300,9 @@ def test_a_server_moves_to_another_node_and_the_run_goes_on(
         node = node_of(cluster, actor_of(pid))
         processes = processes_of_group(os.getpgid(pid))
         assert node is not node_of(cluster, actor_of(servers.pids()["server_0"]))
+        assert lost is not None and "//127.0.0.1:" not in lost.url, (
+            "a node on another host may join"
+        )
 
         # There is no room for it yet. The other server goes on.
         strike(cluster, node)
@@ -227,6 +321,8 @@ def test_a_server_moves_to_another_node_and_the_run_goes_on(
         assert node_of(cluster, actor_of(servers.pids()["server_1"])) is added
         response = asyncio.run(fleet.serving()[1].agenerate(REQUEST))
         assert set(response.output_versions) == {2}
+        assert servers.stats()["servers_restarted"] >= 1
+        assert list(servers._servers[1]._ends) == [], "it has used up restarts"
         if strike is drain_node:
             cluster.remove_node(node, allow_graceful=False)
 

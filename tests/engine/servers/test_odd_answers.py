@@ -287,6 +287,16 @@ def test_a_list_of_models_of_another_program_is_a_refusal(fake: FakeServer) -> N
             server.require_name(stretched(5))
 
 
+def test_a_server_that_does_not_say_its_name_is_a_refusal(fake: FakeServer) -> None:
+    async def theirs(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    with Gateway(fake.url, answer=theirs) as gateway:
+        server = SGLangServer(gateway.url, served_name="mine")
+        with pytest.raises(ServerError, match="does not say which model it serves"):
+            server.require_name(stretched(5))
+
+
 @pytest.mark.slow
 def test_a_server_that_never_comes_back_is_given_up() -> None:
     with Gateway() as gateway:

@@ -120,6 +120,13 @@ def test_an_update_ends_the_pause_of_another_client(
     load(client, tmp_path, 5)
 
 
+def test_a_server_of_another_name_is_not_taken_for_one_that_has_started(client: Any) -> None:
+    stranger = copy_of(client)
+    stranger.served_name = "mine"
+    with pytest.raises(ServerError, match="another server answers at this URL"):
+        stranger.require_name(LIMIT_S)
+
+
 def test_a_server_of_another_name_is_not_touched_though_it_is_paused(
     fake: FakeServer, client: Any, tmp_path: Path
 ) -> None:

@@ -1,20 +1,25 @@
 """A job that waits for inference servers ends when it is asked to stop."""
 
+import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from holdfast.engine.launch import ServerFolder
-from holdfast.engine.servers import ServerFleet
+from holdfast.engine.rollouts.config import RolloutConfig
+from holdfast.engine.rollouts.requests import RequestSender
+from holdfast.engine.servers import ModelRequest, ServerFleet
 from holdfast.recover.triggers import StopRequests
 from holdfast.utils import stopping
-from holdfast.utils.errors import HoldfastError, StopRequested
+from holdfast.utils.errors import HoldfastError, NoServerError, StopRequested
 from holdfast.utils.stopping import require_no_stop
 from tests.engine.rollouts.servers import make_executor
 from tests.engine.servers.scripted import ScriptedServer, write_published
@@ -87,13 +92,82 @@ def test_a_stop_that_was_answered_ends_no_later_wait() -> None:
     try:
         signal.raise_signal(signal.SIGUSR2)
         with pytest.raises(StopRequested, match="SIGUSR2 came while the job waited for a server"):
-            require_no_stop("a server")
+            require_no_stop("a server", 0.0)
         stop.signals.grant()
-        require_no_stop("a server")
+        require_no_stop("a server", 0.0)
         signal.raise_signal(signal.SIGUSR2)
-        require_no_stop("a server")
+        require_no_stop("a server", 0.0)
     finally:
         stop.signals.uninstall()
+
+
+@pytest.fixture
+def asked_long_ago(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The request to stop is older than the patience."""
+    monkeypatch.setattr(stopping, "PATIENCE_S", PATIENCE_S)
+    stopping.note_stop("SIGTERM")
+    time.sleep(2 * PATIENCE_S)
+    yield
+    stopping.forget_stop()
+
+
+def send(servers: Any) -> Any:
+    """Send a request, which takes the answer as it is."""
+
+    async def run() -> Any:
+        config = RolloutConfig(server_wait_s=10 * PATIENCE_S)
+        episode: Any = SimpleNamespace(server=None, failed=None, check=lambda answer: None)
+        return await RequestSender(servers, config).send(ModelRequest([1]), episode)
+
+    return asyncio.run(run())
+
+
+class RefusingServer:
+    """Refuses its first requests."""
+
+    def __init__(self, refusals: int) -> None:
+        self._refusals = refusals
+
+    async def agenerate(self, request: Any) -> str:
+        if self._refusals > 0:
+            self._refusals -= 1
+            raise NoServerError("nobody listens")
+        return "answer"
+
+
+def test_one_refusal_long_after_the_signal_does_not_end_the_step(asked_long_ago: None) -> None:
+    assert send([RefusingServer(1)]) == "answer"
+    began = time.monotonic()
+    with pytest.raises(StopRequested):
+        send([RefusingServer(1000)])
+    assert time.monotonic() - began >= PATIENCE_S
+
+
+def test_one_empty_look_long_after_the_signal_does_not_end_the_step(asked_long_ago: None) -> None:
+    looks = [[], [RefusingServer(0)], [RefusingServer(0)]]
+    assert send(lambda: looks.pop(0)) == "answer"
+
+
+@pytest.mark.parametrize("why", ["sleeps", "updates"])
+def test_requests_wait_for_a_fleet_that_sleeps_or_updates_also_after_the_signal(
+    asked_long_ago: None, why: str
+) -> None:
+    away_until = time.monotonic() + 2 * PATIENCE_S
+    server: Any = RefusingServer(0)
+
+    class Fleet(ServerFleet):
+        def serving(self) -> list[Any]:
+            if time.monotonic() < away_until:
+                return []
+            self._sleep_level = None
+            return [server]
+
+    with closing(Fleet([ScriptedServer()], probe_interval_s=None)) as fleet:
+        if why == "sleeps":
+            fleet._sleep_level = 1
+        else:
+            fleet._updating.acquire()
+        assert send(fleet.serving) == "answer"
 
 
 def test_a_server_that_serves_is_not_waited_for_and_a_stop_changes_nothing(tmp_path: Path) -> None:
