@@ -24,6 +24,8 @@ from tests.minimal import (
     trained_model,
 )
 
+pytestmark = pytest.mark.timeout(330)  # two lives
+
 STEP = re.compile(r"^step (\d+): reward ([\d.]+)(?:, kl [-\d.]+)?$", re.MULTILINE)
 SHORT = ("freq_steps=3", "n_samples=4")
 

@@ -361,15 +361,19 @@ def test_the_keys_of_sglang_are_in_a_file_of_its_user_and_not_on_its_command_lin
     spec = ServerSpec("sglang", "/model", str(python))
     with ServerProcesses(spec, 1, folder, limits=LIMITS) as processes:
         wait_until(processes.pids)
-        members = processes_of_group(group_of(processes))
-        words = b"".join(Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in members)
         (file,) = (folder / socket.gethostname()).glob("*.yaml")
-        assert f"--config\0{file}".encode() in words
+
+        def words() -> bytes:
+            members = processes_of_group(group_of(processes))
+            return b"".join(Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in members)
+
+        # A process has no command line while it is being started.
+        wait_until(lambda: f"--config\0{file}".encode() in words())
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         (entry,) = record_of(tmp_path)["servers"]
         keys = {"api-key": entry["api_key"], "admin-api-key": entry["admin_key"]}
         assert json.loads(file.read_text()) == keys
-        assert not any(key.encode() in words for key in keys.values())
+        assert not any(key.encode() in words() for key in keys.values())
 
 
 def test_each_start_has_a_log_and_five_are_kept(tmp_path: Path) -> None:
