@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(stretched(limit_s)), append=False)
         longest[item.path] = max(longest[item.path], limit_s)
     items.sort(key=lambda item: -longest[item.path])
+
+
+@pytest.fixture(autouse=True)
+def same_folder() -> Iterator[None]:
+    """Fail a test that leaves the process in another working folder, as the next ones would."""
+    before = os.getcwd()
+    yield
+    left = os.getcwd()
+    os.chdir(before)
+    assert left == before, "the test has changed the working folder"
 
 
 def pytest_collection_finish() -> None:

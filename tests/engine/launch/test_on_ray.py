@@ -136,6 +136,7 @@ def endless(folder: Path) -> Program:
     return Program("server_0", lambda host, port: ["sleep", "600"], {}, folder, 0.5)
 
 
+@pytest.mark.slow
 def test_the_place_of_a_server_is_not_lost_with_an_error_of_ray(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +160,7 @@ def test_only_what_is_left_on_the_same_node_is_ended(local_ray: None, tmp_path: 
         group = ProcessId.of(left.pid)
         here = ray.get_runtime_context().get_node_id()
         for node, is_ended in (("another", False), (here, True)):
-            host = _Host(endless(tmp_path), str(tmp_path), True, _Left(group, node))
+            host = _Host(endless(tmp_path), os.getcwd(), True, _Left(group, node))
             host.destroy()
             assert group.alive() is not is_ended
 
@@ -195,6 +196,7 @@ def test_an_end_counts_as_a_restart_unless_the_node_was_lost(
     assert server.state is (ProcessState.WAITING if lost_node else ProcessState.FAILED)
 
 
+@pytest.mark.slow
 def test_servers_have_their_own_gpus_if_ray_sets_no_variable(
     local_ray: None, tmp_path: Path
 ) -> None:
