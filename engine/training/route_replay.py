@@ -120,21 +120,24 @@ class RouteReplay:
         self._wrapped = False
         self._told = False
         self._now: _Replayed | None = None
-        self.start_step(torch.device("cpu"), False)
+        self._has_routes = False
+        self._sums = torch.empty(0)
         if rules is not None:
             self._wrap()
 
     def start_step(self, device: torch.device, has_routes: bool) -> None:
         """Forget what was counted. All ranks say alike whether any of them ``has_routes``."""
         self._has_routes = has_routes and bool(self._routers)
-        if self._has_routes and self.rules is None and not self._told:
+        if not self._has_routes:
+            return
+        self._sums = torch.zeros(len(_Counted._fields), dtype=torch.float64, device=device)
+        if self.rules is None and not self._told:
             self._told = True
             logger.info(
                 "the batch has %r, but config key 'router_replay.mode' is 'disabled': the model "
                 "routes its tokens itself",
                 ROUTES,
             )
-        self._sums = torch.zeros(len(_Counted._fields), dtype=torch.float64, device=device)
 
     @contextmanager
     def of(self, mb: MicroBatch, share: float = 1.0) -> Iterator[None]:
@@ -158,7 +161,7 @@ class RouteReplay:
             return
         of_siblings = _siblings_that_differ(mb, mb.data[ROUTES])
         counted = given.counted(of_siblings, mb.n_tokens - mb.n_row_tokens)
-        self._sums = self._sums.to(counted.device) + counted
+        self._sums += counted
 
     @contextmanager
     def _given(
