@@ -89,7 +89,7 @@ class RunFailed(HoldfastError, RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """What is killed, and when, in seconds since the first step."""
+    """A kill: of which process, and how many seconds after the first step."""
 
     kind: str
     at_s: float

@@ -248,7 +248,7 @@ class _Host:
         self._run = LocalRun(program, host, sheltered=True)
 
     def describe(self) -> tuple[str, Path | None, _Left]:
-        """URL, log, and what is left if nobody can end it."""
+        """URL, log, and the processes, for the case that nobody can end them."""
         return self._run.url, self._run.log, _Left(self._run.group, self._node)
 
     def watch(self, timeout_s: float) -> _Look:

@@ -229,7 +229,7 @@ def cut_rules(
     routes: RouteRules | None,
     speed: Speed,
 ) -> CutRules:
-    """What a model and its ranks require of micro-batches."""
+    """Rules for micro-batches that a model and its ranks need."""
     vision = Vision(model) if config.train_vision else None
     return CutRules(
         row_tokens=config.row_tokens,

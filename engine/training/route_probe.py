@@ -115,7 +115,7 @@ def _replayed_choices(model: PreTrainedModel, device: torch.device) -> int:
         n_layers = count_layers(twin)
         ids = probe_tokens(config, _TOKENS)[None]
 
-        # What the routers choose themselves.
+        # The choices of the routers themselves.
         with torch.no_grad(), _seeing(twin) as plain:
             twin(input_ids=ids.to(device), use_cache=False)
         top_k = next(iter(plain.values())).choices.shape[1]

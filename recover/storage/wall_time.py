@@ -184,7 +184,7 @@ class TimeAccount:
                 self._training = False
 
     def with_step(self, until: float) -> WallTime:
-        """What was spent, if a step that counts ends at a moment."""
+        """`spent`, and the time from there to ``until`` as a part of a step that counts."""
         spent = replace(self.spent, seconds=dict(self.spent.seconds))
         if self._cursor is not None:
             spent.seconds["steps"] += max(0.0, until - self._cursor)

@@ -170,7 +170,7 @@ def by_hand(kind: str, router: Any, chosen: Tensor, hidden: Tensor) -> Any:
 
 
 def expected_gradients(folder: str, kind: str, batch: Batch, routes: Tensor) -> dict[str, Tensor]:
-    """Those of an unsharded, padded model whose routers are written by hand."""
+    """Gradients of an unsharded, padded model whose routers are written by hand."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for layer, router in routers_by_layer(model).items():
         chosen = routes[:, :, layer].flatten(0, 1).long()
