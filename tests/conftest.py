@@ -1,12 +1,14 @@
 """Fixtures and hooks for all tests."""
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -80,12 +82,18 @@ def same_folder() -> Iterator[None]:
     assert left == before, "the test has changed the working folder"
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude imported objects from later garbage collections, because every engine begins and ends
-    with one.
+    with one. A process of pytest-xdist also starts the server of `tests.helpers.run_ranks`, before
+    a test can start one without the imports of ranks.
     """
     gc.collect()
     gc.freeze()
+    if hasattr(session.config, "workerinput"):
+        from tests.helpers import PRELOAD  # imports torch, as the tests did meanwhile
+
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+        forkserver.ensure_running()
 
 
 def pytest_sessionfinish() -> None:

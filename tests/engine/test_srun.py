@@ -41,6 +41,7 @@ print("loaded")
 """
 
 
+@pytest.mark.slow
 def test_the_tasks_of_srun_join_without_torchrun() -> None:
     for rank, (code, output) in enumerate(srun(["-c", JOIN])):
         assert code == 0, output

@@ -153,6 +153,7 @@ def check(tmp_path: Path, name: str, steps: int, kills: int) -> None:
         assert trajectories(tmp_path / "untouched") == trajectories(tmp_path / "killed")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_killed_driver_trains_every_ticket_once_in_its_step(tmp_path: Path) -> None:
     check(tmp_path, "picky", steps=14, kills=3)

@@ -90,6 +90,7 @@ def another(servers: RayServers, before: Any) -> bool:
     return len(now) == len(servers._servers) and before not in now
 
 
+@pytest.mark.slow
 def test_a_server_runs_in_an_actor_with_its_gpu_and_is_restarted_in_its_place(
     local_ray: None, tmp_path: Path
 ) -> None:

@@ -527,6 +527,7 @@ def test_gpus_are_shared_among_the_servers(tmp_path: Path) -> None:
         ServerProcesses(spec, 2, tmp_path, gpus="0,1,4")
 
 
+@pytest.mark.slow
 def test_a_restarted_server_serves_the_newest_weights_to_the_fleet(
     launched: ServerProcesses, tmp_path: Path
 ) -> None:

@@ -132,3 +132,30 @@ def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path) -> None
     job.kill()
     job.wait()
     assert still_alive([child], stretched(10)) == []
+
+
+def test_the_imports_of_a_script_are_made_once_for_all_processes_of_a_pool(tmp_path: Path) -> None:
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "heavy.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "with Path(__file__).with_name('imports').open('a') as file:\n"
+        "    file.write(f'{os.getpid()}\\n')\n"
+    )
+    (tmp_path / "next_to_it.py").write_text("import heavy\n\ndef square(x):\n    return x * x\n")
+    (tmp_path / "job.py").write_text(
+        "import asyncio, time\nfrom next_to_it import square\n"
+        "from holdfast.engine.rollouts import CallPool\n"
+        "async def four(pool):\n"
+        "    await asyncio.gather(*(pool.call(time.sleep, 0.2) for _ in range(4)))\n"
+        "    assert await pool.call(square, 3) == 9\n"
+        "if __name__ == '__main__':\n"
+        "    with CallPool(n_processes=4) as pool:\n        asyncio.run(four(pool))\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "installed"), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, str(tmp_path / "job.py")],
+        check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    importers = (tmp_path / "installed" / "imports").read_text().split()
+    assert len(importers) == 2, "the script and the server that forks the processes"

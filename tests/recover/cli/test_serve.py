@@ -39,6 +39,7 @@ def serve(tmp_path: Path, *options: str, **variables: str) -> Any:
     return start(*command, *options, env=environment)
 
 
+@pytest.mark.slow
 def test_a_fleet_finds_the_servers_and_follows_them_until_the_command_is_ended(
     tmp_path: Path,
 ) -> None:
