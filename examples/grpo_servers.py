@@ -295,7 +295,7 @@ def train(
     loader = ResumableDataLoader(samples, config.batch_size, seed=config.seed)
     with (
         closing(RLVRWorkflow(copy_reward, config.gconfig)) as workflow,
-        RolloutExecutor(config.rollout, loader, workflow, servers.fleet.serving) as rollouts,
+        RolloutExecutor(config.rollout, loader, workflow, servers.fleet) as rollouts,
         handler_class(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
         closing(open_stats(config)) as stats_logger,
     ):

@@ -148,9 +148,7 @@ def main(config: Config) -> None:
     loader = ResumableDataLoader(dataset, config.batch_size, seed=1)
     ahead = RolloutConfig(config.steps_ahead, total_steps=spec.total_train_steps)
     rollouts = SharedRollouts(
-        lambda: RolloutExecutor(
-            ahead, loader, RLVRWorkflow(reward_fn, sampling, tokenizer), fleet.serving
-        ),
+        lambda: RolloutExecutor(ahead, loader, RLVRWorkflow(reward_fn, sampling, tokenizer), fleet),
         engine,
     )
 

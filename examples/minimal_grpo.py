@@ -116,9 +116,7 @@ def main(config: Config) -> None:
     loader = ResumableDataLoader(dataset, config.batch_size, seed=1)
     ahead = RolloutConfig(config.steps_ahead, total_steps=spec.total_train_steps)
     workflow = RLVRWorkflow(reward_fn, sampling, tokenizer)
-    rollouts = SharedRollouts(
-        lambda: RolloutExecutor(ahead, loader, workflow, fleet.serving), engine
-    )
+    rollouts = SharedRollouts(lambda: RolloutExecutor(ahead, loader, workflow, fleet), engine)
 
     # Recovery: engine, data position, samples and generators are saved together.
     handler = RecoverHandler(recover, spec, group=engine.control_group)

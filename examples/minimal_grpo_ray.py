@@ -170,7 +170,7 @@ def run(config: Config, fleet: ServerFleet, attempt: Attempt) -> None:
     recover = RecoverConfig(fileroot=config.fileroot, freq_steps=config.freq_steps)
     with (
         closing(RLVRWorkflow(reward_fn, sampling, tokenizer)) as workflow,
-        RolloutExecutor(ahead, loader, workflow, fleet.serving) as rollouts,
+        RolloutExecutor(ahead, loader, workflow, fleet) as rollouts,
         RecoverHandler(recover, spec, notices=[attempt.draining]) as handler,
     ):
         handler.register("rollouts", rollouts)

@@ -95,7 +95,7 @@ class RolloutExecutor:
     states the guarantees.
 
         config = RolloutConfig(max_head_offpolicyness=1)
-        executor = RolloutExecutor(config, loader, workflow, fleet.serving)
+        executor = RolloutExecutor(config, loader, workflow, fleet)
         handler.register("rollouts", executor)  # before handler.load
         handler.load(engine, dataloader=loader)
         for step in range(first, last):
@@ -111,9 +111,12 @@ class RolloutExecutor:
         config: bounds.
         loader: prompts. Only the executor may iterate over it.
         workflow: runs once per ticket.
-        servers: servers, or a function that returns the usable ones.
+        servers: a list of servers, or a `ServerFleet`, which knows the usable ones.
         should_accept: returns False to reject a trajectory, on the thread of the workflow.
             `rewards_differ` is the dynamic sampling of DAPO.
+
+    Raises:
+        ConfigError: ``servers`` is neither a list nor a fleet.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tenacity import (
     AsyncRetrying,
@@ -35,12 +35,24 @@ from .recorded import Bounds, Kind, Place, Record, Recorded
 
 logger = get_logger(__name__)
 
-Servers = Sequence[GenerationServer] | Callable[[], Sequence[GenerationServer]]
-"""The servers, or a function that returns the usable ones: they serve the newest weights and are
-not paused.
-"""
-
 _LOOK_AGAIN_S = 0.1
+
+
+@runtime_checkable
+class ServerPool(Protocol):
+    """Servers of which not all can be used at any time, such as a `ServerFleet`."""
+
+    def serving(self) -> Sequence[GenerationServer]:
+        """The usable servers: they serve the newest weights and are not paused."""
+        ...
+
+    @property
+    def is_away(self) -> bool:
+        """Whether servers are just updated, or rest for a turn, so that requests have to wait."""
+        ...
+
+
+Servers = Sequence[GenerationServer] | ServerPool
 
 
 class RequestSender:
@@ -52,6 +64,11 @@ class RequestSender:
     """
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
+        if not isinstance(servers, Sequence | ServerPool):
+            raise ConfigError(
+                f"servers is {servers!r:.200}; expected a list of servers, or an object with "
+                "serving() and is_away, such as a ServerFleet"
+            )
         self.retried = 0
         self.wants_routes = config.return_routed_experts
         self._servers = servers
@@ -158,14 +175,12 @@ class RequestSender:
 
     def usable(self) -> list[GenerationServer]:
         """The servers that may be asked now."""
-        if callable(self._servers):
-            return list(self._servers())
+        if isinstance(self._servers, ServerPool):
+            return list(self._servers.serving())
         return list(self._servers)
 
     def _is_away(self) -> bool:
-        """Whether the fleet whose `serving` gives the servers is updated, or sleeps for a turn."""
-        fleet = getattr(self._servers, "__self__", None)
-        return getattr(fleet, "is_away", False)
+        return isinstance(self._servers, ServerPool) and self._servers.is_away
 
     def _all_absent(self) -> bool:
         return all(id(server) in self._absent for server in self.usable())

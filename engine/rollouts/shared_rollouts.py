@@ -29,7 +29,7 @@ class SharedRollouts:
     """The methods of `RolloutExecutor`, each called by all ranks.
 
         def make():
-            return RolloutExecutor(config, loader, workflow, fleet.serving)
+            return RolloutExecutor(config, loader, workflow, fleet)
 
         rollouts = SharedRollouts(make, engine)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...utils.errors import BatchError
 from ..api import Batch
 from ..servers.api import ModelResponse
-from ..training.batch import IMAGES, ROUTES, join_images, validate_batch, with_images
+from ..training.batch import IMAGES, ROUTES, fill_routes, join_images, validate_batch, with_images
 
 Trajectory = dict[str, Tensor]
 """The sequences of one ticket, right-padded: ``input_ids``, ``attention_mask``, ``loss_mask``,
@@ -42,13 +42,13 @@ class TokenSequence:
     versions: list[int] = field(default_factory=list)
     # the last completion ended at a length limit
     truncated: bool = False
-    # [tokens, layers, k], experts of all tokens but those since the last sampled one
-    routed_experts: np.ndarray | None = None
+    # experts of all tokens but those since the last sampled one: [tokens, layers, k] of each turn
+    routed_experts: list[np.ndarray] = field(default_factory=list)
 
     @property
     def n_routed(self) -> int:
         """Number of tokens with routed experts: ``routes_from`` of the next request."""
-        return 0 if self.routed_experts is None else len(self.routed_experts)
+        return sum(len(routes) for routes in self.routed_experts)
 
     def extend_given(self, ids: Sequence[int]) -> None:
         """Append tokens that were not sampled, such as a prompt or the answer of a tool."""
@@ -78,10 +78,8 @@ class TokenSequence:
                 f"routed experts of a sequence are known up to token {n_known}, and the next ones "
                 f"begin at {start}; ask with ModelRequest(routes_from=sequence.n_routed)"
             )
-        added = routes[n_known - start :]
-        if self.routed_experts is not None:
-            added = np.concatenate([self.routed_experts, added])
-        self.routed_experts = added
+        # A view would keep all that the server sent.
+        self.routed_experts.append(routes[n_known - start :].copy())
 
 
 def to_trajectory(
@@ -122,19 +120,21 @@ def to_trajectory(
 
 
 def _padded_routes(sequences: Sequence[TokenSequence], length: int) -> Tensor | None:
-    found = []
-    for sequence in sequences:
-        if sequence.routed_experts is not None:
-            found.append(sequence.routed_experts)
+    found = [routes for sequence in sequences for routes in sequence.routed_experts]
     if not found:
         return None
-    n_rows = len(sequences)
-    of_token = found[0].shape[1:]
-    shape = (n_rows, length, *of_token)
+    of_tokens = {routes.shape[1:] for routes in found}
+    if len(of_tokens) > 1:
+        raise BatchError(
+            f"the answers of an episode have routed experts of [layers, k] {sorted(of_tokens)}; "
+            "expected the same. Do all servers have the same model?"
+        )
+    shape = (len(sequences), length, *of_tokens.pop())
     padded = np.zeros(shape, np.result_type(*found))
     for row, sequence in enumerate(sequences):
-        if sequence.routed_experts is not None:
-            padded[row, : sequence.n_routed] = sequence.routed_experts
+        if sequence.routed_experts:
+            known = padded[row, : sequence.n_routed]
+            np.concatenate(sequence.routed_experts, out=known)
     return torch.from_numpy(padded)
 
 
@@ -190,10 +190,7 @@ def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
     """
     if any(_TRUNCATED in each for each in trajectories):
         trajectories = [_with_truncated(each) for each in trajectories]
-    routes = [each[ROUTES] for each in trajectories if ROUTES in each]
-    if routes:
-        largest = max(routes, key=Tensor.numel)
-        trajectories = [_with_routes(each, largest) for each in trajectories]
+    trajectories = fill_routes(trajectories)
 
     # All have the entries of the first one.
     names = trajectories[0].keys()
@@ -229,25 +226,6 @@ def without_choice(trajectory: Trajectory) -> Trajectory:
         return trajectory
     shape = trajectory["input_ids"].shape
     return {**trajectory, ROUTES: torch.zeros((*shape, 0, 0), dtype=torch.uint8)}
-
-
-def _with_routes(trajectory: Trajectory, others: Tensor) -> Trajectory:
-    of_token = others.shape[2:]
-    own = trajectory.get(ROUTES)
-
-    # No token has a choice.
-    if own is None or own.numel() == 0:
-        shape = trajectory["input_ids"].shape
-        zeros = others.new_zeros((*shape, *of_token))
-        return {**trajectory, ROUTES: zeros}
-
-    if own.shape[2:] != of_token:
-        raise BatchError(
-            f"the trajectories of a batch have {ROUTES!r} of shapes {list(own.shape)} and "
-            f"{list(others.shape)}; expected the same decoder layers and experts of a token "
-            "([..., layers, k]). Do all servers have the same model?"
-        )
-    return trajectory
 
 
 def _widened(name: str, trajectory: Trajectory, length: int) -> Tensor:

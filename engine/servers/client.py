@@ -745,7 +745,7 @@ class ServerClient(ServerCalls):
             if request.images is not None:
                 response = replace(response, input_tokens=list(answer["prompt_token_ids"]))
         response = check_images(request, response, self.name)
-        return with_routes(request, response, self.name, partial(self._read_routes, answer))
+        return await with_routes(request, response, self.name, self._read_routes, answer)
 
     async def _ask_completion(self, request: ModelRequest, path: str, body: Json) -> Json:
         try:

@@ -78,7 +78,7 @@ class ServerFleet(Generic[S]):
 
         fleet = ServerFleet([VLLMServer(url) for url in urls], min_servers=len(urls) - 1)
         engine.connect_engine(fleet, WeightUpdateMeta("disk", "/shared/weights"))
-        executor = RolloutExecutor(config, loader, workflow, servers=fleet.serving)
+        executor = RolloutExecutor(config, loader, workflow, fleet)
 
     Args:
         servers: clients, or a `ServerSource`. Without `ObservableServer`, the state follows from

@@ -5,9 +5,10 @@ input token ``start + t``, so the last sampled token has none. Dense layers are 
 file of numpy, SGLang flat int32 (source of vLLM 0.32 and SGLang 0.5.23).
 """
 
+import asyncio
 import base64
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from numpy.lib import format as numpy_files
 from ...utils.errors import ServerError
 from ..model_folder import read_raw_config
 from .api import ModelRequest, ModelResponse
-from .http import readable
+from .http import Json, readable
 
 FLAG = "--enable-return-routed-experts"
 START = f"start the server with {FLAG}"
@@ -32,6 +33,8 @@ _SMALL = 256
 """Most experts whose numbers fit into uint8."""
 _LOOK = 64
 """Tokens that are looked at together."""
+_PIECE = 1 << 16
+"""Characters of base64 that are decoded at a time, a multiple of 4."""
 
 
 class RoutedLayers(NamedTuple):
@@ -59,12 +62,12 @@ class RoutedLayers(NamedTuple):
         return RoutedLayers(n_layers, top_k, counts[0])
 
 
-def decode_file(text: str | None) -> np.ndarray:
+async def decode_file(text: str | None) -> np.ndarray:
     """Decode base64 of a ``.npy`` with unsigned integers.
 
     ValueError if it is something else. No memory is taken for numbers that are not there.
     """
-    content = _bytes_of(text)
+    content = await _bytes_of(text)
     file = io.BytesIO(content)
     try:
         version = numpy_files.read_magic(file)
@@ -85,7 +88,7 @@ def decode_file(text: str | None) -> np.ndarray:
     return flat.reshape(shape, order="F" if by_columns else "C")
 
 
-def decode_flat(text: str | None, layers: RoutedLayers | None) -> np.ndarray:
+async def decode_flat(text: str | None, layers: RoutedLayers | None) -> np.ndarray:
     """Decode base64 of int32 for a model with these layers."""
     if layers is None:
         raise ValueError(
@@ -93,7 +96,7 @@ def decode_flat(text: str | None, layers: RoutedLayers | None) -> np.ndarray:
             "whose config.json says num_hidden_layers, num_experts_per_tok and one of "
             f"{list(_COUNTS)}"
         )
-    flat = np.frombuffer(_bytes_of(text), "<i4")
+    flat = np.frombuffer(await _bytes_of(text), "<i4")
     if not ((flat >= 0) & (flat < layers.n_experts)).all():
         raise ValueError(
             f"its routed experts are {flat.min()} to {flat.max()}; expected 0 to "
@@ -103,20 +106,22 @@ def decode_flat(text: str | None, layers: RoutedLayers | None) -> np.ndarray:
     return routes.astype(np.uint8 if layers.n_experts <= _SMALL else np.uint16)
 
 
-def with_routes(
+async def with_routes(
     request: ModelRequest,
     response: ModelResponse,
     server: str,
-    read: Callable[[], np.ndarray],
+    read: Callable[[Json], Awaitable[np.ndarray]],
+    answer: Json,
 ) -> ModelResponse:
-    """The completion of ``server`` with its routed experts, if they were asked for.
+    """The completion of ``server`` with the routed experts of its ``answer``, if they were asked
+    for.
 
     ServerError if ``read`` or `checked_routes` refuses them.
     """
     if request.routes_from is None:
         return response
     with readable(f"{server}: a completion", ServerError):
-        routes = checked_routes(request, response, read())
+        routes = checked_routes(request, response, await read(answer))
     return replace(response, routed_experts=routes)
 
 
@@ -156,7 +161,14 @@ def _has_choice(routes: np.ndarray) -> bool:
     return False
 
 
-def _bytes_of(text: Any) -> bytes:
+async def _bytes_of(text: Any) -> bytes:
+    """Decode base64, and let other requests go on meanwhile. A thread would hold them up, because
+    binascii keeps the lock of the interpreter.
+    """
     if not isinstance(text, str):
         raise ValueError(f"it has no routed experts, but {text!r:.40}; {START}")
-    return base64.b64decode(text, validate=True)
+    pieces = []
+    for start in range(0, len(text), _PIECE):
+        pieces.append(base64.b64decode(text[start : start + _PIECE], validate=True))
+        await asyncio.sleep(0)
+    return b"".join(pieces)

@@ -54,7 +54,7 @@ class ServerCalls(ABC):
     ) -> ModelResponse: ...
 
     @abstractmethod
-    def _read_routes(self, answer: Json) -> np.ndarray:
+    async def _read_routes(self, answer: Json) -> np.ndarray:
         """The experts in the answer to a completion. ValueError if there are none."""
 
     @abstractmethod

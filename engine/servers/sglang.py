@@ -236,10 +236,9 @@ class SGLangServer(ServerClient):
             self._require_stop(request, tokens, finish["matched"])
         return response_of(request, tokens, logprobs, spans, finish["type"])
 
-    def _read_routes(self, answer: Json) -> np.ndarray:
-        meta = answer["meta_info"]
-        text = meta.get("routed_experts")
-        return decode_flat(text, self._layers)
+    async def _read_routes(self, answer: Json) -> np.ndarray:
+        text = answer["meta_info"].get("routed_experts")
+        return await decode_flat(text, self._layers)
 
     def _returns_routes(self, calls: Calls) -> object:
         return self._server_info(calls, "look").get("enable_return_routed_experts")

@@ -379,8 +379,8 @@ class VLLMServer(ServerClient):
             self._salt = spans[-1]["version"]
         return response
 
-    def _read_routes(self, answer: Json) -> np.ndarray:
-        return decode_file(answer["choices"][0].get("routed_experts"))
+    async def _read_routes(self, answer: Json) -> np.ndarray:
+        return await decode_file(answer["choices"][0].get("routed_experts"))
 
     def _returns_routes(self, calls: Calls) -> object:
         told = _server_info(calls, "look")

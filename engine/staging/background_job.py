@@ -24,7 +24,7 @@ class JobState(Enum):
 
 class Task:
     """One function that a job calls, once, in its thread. ``name`` is for messages: "snapshot of
-    step 5".
+    step 5". ``outcome`` gets what the function returns or raises.
     """
 
     def __init__(
@@ -34,26 +34,26 @@ class Task:
     ) -> None:
         self.name = name
         self.run = run
-        self._outcome: Future[Any] = Future()
+        self.outcome: Future[Any] = Future()
 
     @property
     def state(self) -> JobState:
         """RUNNING until the function has returned or raised."""
-        if not self._outcome.done():
+        if not self.outcome.done():
             return JobState.RUNNING
-        if self._outcome.exception() is not None:
+        if self.outcome.exception() is not None:
             return JobState.FAILED
         return JobState.DONE
 
     def result(self) -> Any:
         """Wait for the function, then return its result or raise its error."""
-        return self._outcome.result()
+        return self.outcome.result()
 
     def error(self) -> BaseException | None:
         """The exception of the function. None if it raised none, or has not ended yet."""
-        if not self._outcome.done():
+        if not self.outcome.done():
             return None
-        return self._outcome.exception()
+        return self.outcome.exception()
 
     def complete(self, broken: BaseException | None) -> BaseException | None:
         """Call the function and keep its outcome. Called in the thread of the job.
@@ -67,10 +67,10 @@ class Task:
                     f"the {self.name} was not begun: what was written before it broke the ranks' "
                     f"process group ({broken})"
                 )
-            self._outcome.set_result(self.run())
+            self.outcome.set_result(self.run())
         except BaseException as error:
             # `result` raises it. Tasks after this one only fail if the ranks cannot agree any more.
-            self._outcome.set_exception(error)
+            self.outcome.set_exception(error)
             if collective_broke(error) or isinstance(error, WorkerLost):
                 return error
         return broken
@@ -103,7 +103,7 @@ class BackgroundJob:
         has.
         """
         last = self.tasks[-1]
-        last._outcome.add_done_callback(lambda _: function())
+        last.outcome.add_done_callback(lambda _: function())
 
     def poll(self) -> JobState:
         """RUNNING until all tasks have ended, then FAILED if any has failed, else DONE."""
@@ -118,7 +118,7 @@ class BackgroundJob:
         """`poll` once all tasks have ended, or after ``timeout_s``. KeyboardInterrupt here leaves
         the job unchanged.
         """
-        wait([task._outcome for task in self.tasks], timeout_s)
+        wait([task.outcome for task in self.tasks], timeout_s)
         state = self.poll()
         if state is not JobState.RUNNING:
             # It frees tensors at its end, and torch aborts a process that ends meanwhile.

@@ -71,6 +71,7 @@ def join_trajectories(batch: Trajectories) -> Batch:
 
     Every trajectory has tensors ``[b, s]`` or ``[b, s, ...]`` (per token) and ``[b]`` (per
     sequence), with its own b and s. Per-token tensors are padded with zeros to the longest s.
+    Trajectories whose `ROUTES` are ``[b, s, 0, 0]`` may stand beside others, see `fill_routes`.
 
     Raises:
         BatchError: the list is empty, an entry is not a dict of tensors, or keys, dtypes or numbers
@@ -79,11 +80,43 @@ def join_trajectories(batch: Trajectories) -> Batch:
     if isinstance(batch, dict):
         return batch
     # All have the keys of the first one.
+    _check_keys(batch)
+    batch = fill_routes(batch)
     _check_alike(batch)
     joined = {}
     for key in with_images(batch[0], None):
         joined[key] = _join([trajectory[key] for trajectory in batch])
     return with_images(joined, join_images(batch))
+
+
+def fill_routes(batch: Sequence[Batch]) -> Sequence[Batch]:
+    """Give trajectories without `ROUTES`, or with empty ones, zeros of the layers, k and dtype of
+    the others, so that the model routes their tokens. BatchError if the others differ.
+    """
+    routes = [trajectory[ROUTES] for trajectory in batch if ROUTES in trajectory]
+    if not routes:
+        return batch
+    largest = max(routes, key=Tensor.numel)
+    return [_with_routes_like(largest, trajectory) for trajectory in batch]
+
+
+def _with_routes_like(others: Tensor, trajectory: Batch) -> Batch:
+    of_token = others.shape[2:]
+    own = trajectory.get(ROUTES)
+
+    # No token has a choice.
+    if own is None or own.numel() == 0:
+        shape = trajectory["input_ids"].shape if own is None else own.shape[:2]
+        zeros = others.new_zeros((*shape, *of_token))
+        return {**trajectory, ROUTES: zeros}
+
+    if own.shape[2:] != of_token:
+        raise BatchError(
+            f"the trajectories of a batch have {ROUTES!r} of shapes {list(own.shape)} and "
+            f"{list(others.shape)}; expected the same decoder layers and experts of a token "
+            "([..., layers, k]). Do all servers have the same model?"
+        )
+    return trajectory
 
 
 def join_images(batch: Sequence[Batch]) -> list[Batch] | None:
@@ -112,7 +145,7 @@ def split_like(result: Tensor, batch: Sequence[Batch]) -> list[Tensor]:
     return split
 
 
-def _check_alike(batch: Sequence[Batch]) -> None:
+def _check_keys(batch: Sequence[Batch]) -> None:
     if not batch:
         raise BatchError("the list of trajectories is empty")
     first = batch[0]
@@ -127,6 +160,16 @@ def _check_alike(batch: Sequence[Batch]) -> None:
             )
         _validate_images(trajectory, f"trajectory {i}: {IMAGES!r}")
         for key, value in with_images(trajectory, None).items():
+            if not isinstance(value, Tensor):
+                raise BatchError(
+                    f"trajectory {i}: {key!r} is a {type(value).__name__}; expected a torch.Tensor"
+                )
+
+
+def _check_alike(batch: Sequence[Batch]) -> None:
+    first = batch[0]
+    for i, trajectory in enumerate(batch):
+        for key, value in with_images(trajectory, None).items():
             _check_entry(f"trajectory {i}: {key!r}", value, first[key])
 
 
@@ -135,8 +178,6 @@ def _check_entry(
     value: Tensor,
     first: Tensor,
 ) -> None:
-    if not isinstance(value, Tensor):
-        raise BatchError(f"{what} is a {type(value).__name__}; expected a torch.Tensor")
     # b and s differ between trajectories, nothing else.
     same_kind = value.dim() == first.dim() and value.dtype == first.dtype
     if value.dim() == 0 or not same_kind:

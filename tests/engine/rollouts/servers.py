@@ -118,6 +118,15 @@ class Echo:
         return None if self.rejects(prompt[0]) else to_trajectory(sequences, rewards)
 
 
+class Pool:
+    """Servers of which some are usable now, as of a fleet that is not away."""
+
+    is_away = False
+
+    def __init__(self, serving: Callable[[], list[Any]]) -> None:
+        self.serving = serving
+
+
 def make_executor(
     servers: Any,
     workflow: Any = None,

@@ -11,7 +11,7 @@ from holdfast.engine.rollouts import RolloutConfig, Ticket, rewards_differ
 from holdfast.engine.servers.api import ModelRequest, ModelResponse
 from holdfast.utils.errors import ConfigError, RolloutError, RolloutTimeout
 from holdfast.utils.rng import capture_rng, rng_digest
-from tests.engine.rollouts.servers import Echo, Prompts, Server, make_executor, make_loader
+from tests.engine.rollouts.servers import Echo, Pool, Prompts, Server, make_executor, make_loader
 from tests.limits import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -200,7 +200,7 @@ def test_a_run_whose_servers_cannot_be_started_again_ends_with_the_reason() -> N
             raise RolloutError("0 inference servers are left")
         return []
 
-    with make_executor(serving) as executor:
+    with make_executor(Pool(serving)) as executor:
         executor.set_version(0)
         lost.set()
         with pytest.raises(RolloutError, match=r"ticket \d .*0 inference servers are left"):
@@ -209,10 +209,15 @@ def test_a_run_whose_servers_cannot_be_started_again_ends_with_the_reason() -> N
 
 def test_servers_that_come_back_are_waited_for() -> None:
     serving: list[Server] = []
-    with make_executor(lambda: serving) as executor:
+    with make_executor(serving) as executor:
         executor.set_version(0)
         threading.Timer(0.2, serving.append, [Server()]).start()
         executor.next_batch(0)
+
+
+def test_a_function_instead_of_the_fleet_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"servers is <function .*such as a ServerFleet"):
+        make_executor(lambda: [Server()])
 
 
 def test_no_server_at_all_ends_in_an_error() -> None:

@@ -1,5 +1,6 @@
 """Experts of servers on their way into a batch: turns, records, ledgers."""
 
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -95,11 +96,42 @@ def test_tokens_keep_the_experts_of_the_first_answer_that_had_them() -> None:
             sequence.extend_sampled(routed(plain, start, version))
             sequence.extend_given([9])
             expected += [version] * (4 if version == 1 else 3)
-        assert sequence.routed_experts is not None
-        assert np.array_equal(sequence.routed_experts, ROUTES.of(sequence.input_ids[:7], expected))
+        found = np.concatenate(sequence.routed_experts)
+        assert np.array_equal(found, ROUTES.of(sequence.input_ids[:7], expected))
     with pytest.raises(BatchError, match=r"known up to token 7, .* begin at 8; ask with"):
         late = ModelResponse(list(sequence.input_ids), [7, 8], [-0.1, -0.1], [2] * 2, "stop")
         sequence.extend_sampled(routed(late, 8, 2))
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_turn_adds_its_experts_and_neither_copies_nor_keeps_those_of_turns_before(
+    asks: bool,
+) -> None:
+    sequence = TokenSequence()
+    sequence.extend_given([1, 2, 3])
+    for turn in range(5):
+        before = list(sequence.routed_experts)
+        plain = ModelResponse(list(sequence.input_ids), [7, 8], [-0.1] * 2, [1] * 2, "stop")
+        sequence.extend_sampled(routed(plain, sequence.n_routed if asks else 0, 1))
+        *earlier, added = sequence.routed_experts
+        assert len(earlier) == turn and all(map(operator.is_, earlier, before))
+        assert added.base is None and len(added) == (4 if turn == 0 else 3)
+        sequence.extend_given([9])
+    found = to_trajectory([sequence], [1.0])["routed_experts"][0]
+    assert np.array_equal(found[:16], ROUTES.of(sequence.input_ids[:16], [1] * 16))
+    assert found.shape[0] == 18 and not found[16:].any()
+
+
+def test_answers_of_one_episode_by_models_of_other_layers_are_refused() -> None:
+    sequence = TokenSequence()
+    sequence.extend_given([1, 2, 3])
+    for n_layers in (3, 1):
+        plain = ModelResponse(list(sequence.input_ids), [7, 8], [-0.1] * 2, [1] * 2, "stop")
+        answer = routed(plain, sequence.n_routed, 1)
+        assert answer.routed_experts is not None
+        sequence.extend_sampled(replace(answer, routed_experts=answer.routed_experts[:, :n_layers]))
+    with pytest.raises(BatchError, match=r"\[\(1, 2\), \(3, 2\)\]; expected the same"):
+        to_trajectory([sequence], [1.0])
 
 
 @pytest.mark.parametrize("limit", [0, 3, 5])

@@ -304,7 +304,7 @@ def tickets(
 ) -> list[Any]:
     """Tickets and tokens of a run, in the order in which they are trained."""
     trained: list[Any] = []
-    executor = make_executor(fleet.serving, max_head_offpolicyness=ahead, total_steps=STEPS)
+    executor = make_executor(fleet, max_head_offpolicyness=ahead, total_steps=STEPS)
     with executor:
         for step in range(STEPS):
             fleet.update(published(step), step, LIMIT_S)

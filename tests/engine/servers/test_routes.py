@@ -112,7 +112,9 @@ def test_experts_above_255_take_two_bytes() -> None:
     found = many.of(range(40), [1] * 40)
     assert found.max() > 255
     layers = RoutedLayers(many.n_layers, many.top_k, many.n_experts)
-    for decoded in (decode_file(many.as_file(found)), decode_flat(many.as_flat(found), layers)):
+    from_file = asyncio.run(decode_file(many.as_file(found)))
+    from_flat = asyncio.run(decode_flat(many.as_flat(found), layers))
+    for decoded in (from_file, from_flat):
         assert decoded.dtype == np.uint16 and np.array_equal(decoded, found)
 
 
@@ -153,14 +155,45 @@ def test_a_long_answer_is_not_searched_once_a_token_has_experts() -> None:
     assert min(seconds() for _ in range(3)) < whole / 5
 
 
+def test_other_requests_go_on_while_the_experts_of_a_long_answer_are_decoded() -> None:
+    layers = RoutedLayers(48, 8, 128)
+    found = np.arange(1024 * 48 * 8).reshape(1024, 48, 8) % 128
+    text = FakeRoutes(*layers).as_flat(found)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def decode() -> np.ndarray:
+        counting = asyncio.create_task(count_turns())
+        try:
+            return await decode_flat(text, layers)
+        finally:
+            counting.cancel()
+
+    assert np.array_equal(asyncio.run(decode()), found)
+    assert turns >= len(text) / 2**16
+
+
+@pytest.mark.parametrize("end", [2**16 - 4, 2**16, 2**16 + 2])
+def test_base64_that_is_cut_off_or_goes_on_behind_its_end_is_refused(end: int) -> None:
+    whole = base64.b64encode(bytes(2**17)).decode()
+    for text in (f"{whole[: end - 2]}=={whole}", f"{whole[:end]}\n{whole}", whole[: end - 1]):
+        with pytest.raises(ValueError, match=r"base64|padding|data|buffer|reshape"):
+            asyncio.run(decode_flat(text, RoutedLayers(1, 1, 8)))
+
+
 def test_experts_without_a_shape_are_refused() -> None:
     text = base64.b64encode(bytes(24)).decode()
     with pytest.raises(ValueError, match="no shape: no weights were published"):
-        decode_flat(text, None)
+        asyncio.run(decode_flat(text, None))
     with pytest.raises(ValueError, match="reshape"):
-        decode_flat(text, RoutedLayers(4, 2, 8))
+        asyncio.run(decode_flat(text, RoutedLayers(4, 2, 8)))
     with pytest.raises(ValueError, match="are 0 to 7; expected 0 to 6"):
-        decode_flat(ROUTES.as_flat(np.array([0, 7])), RoutedLayers(1, 2, 7))
+        asyncio.run(decode_flat(ROUTES.as_flat(np.array([0, 7])), RoutedLayers(1, 2, 7)))
 
 
 def file_of(header: bytes, body: bytes = b"") -> bytes:
@@ -194,4 +227,4 @@ def test_bytes_that_are_no_experts_are_an_error_of_the_answer(name: str) -> None
     content, words = UNREADABLE[name]
     words = f"an answer cannot be used: ValueError: .*{words}"
     with pytest.raises(ServerError, match=words), readable("an answer", ServerError):
-        decode_file(base64.b64encode(content).decode())
+        asyncio.run(decode_file(base64.b64encode(content).decode()))

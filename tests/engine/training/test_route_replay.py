@@ -415,6 +415,18 @@ def _no_choice(rank: int, world_size: int, folder: str) -> None:
         assert each.export_stats().keys() == stats.keys()
     assert 0 < stats["routes_missing"] < 1
 
+    # Of one rank, as a list of trajectories.
+    routes = drawn(share, set())
+    known = {**rows(share, slice(0, 2)), "routed_experts": routes[:2]}
+    unknown = rows(without, slice(2, 4))
+    routes[2:] = 0
+    found = engine.forward_batch([unknown, known])
+    expected = engine.forward_batch({**share, "routed_experts": routes})
+    for own, part in zip(found, (expected[2:], expected[:2]), strict=True):
+        assert torch.allclose(own, part[:, : own.shape[1]], atol=1e-6)
+    stats = engine.train_batch([known, unknown], nll, loss_tokens)
+    assert 0 < stats["routes_missing"] < 1 and stats["tokens_rerouted"] > 0
+
 
 def test_samples_of_a_run_that_did_not_ask_are_routed_by_the_model(
     folders: Callable[[str], str],

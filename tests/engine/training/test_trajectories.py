@@ -41,6 +41,42 @@ def test_a_list_is_padded_to_its_longest_and_results_are_split_again() -> None:
     assert join_trajectories(batch) is batch
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+def test_trajectories_without_experts_are_joined_with_others(
+    order: list[int], dtype: torch.dtype
+) -> None:
+    routes = torch.arange(1, 2 * 5 * 3 * 2 + 1, dtype=dtype).reshape(2, 5, 3, 2)
+    known = {**trajectory(2, 5), "routed_experts": routes}
+    empty = [torch.zeros(rows, 3, 0, 0, dtype=torch.uint8) for rows in (1, 2)]
+    without = [{**trajectory(len(own), 3), "routed_experts": own} for own in empty]
+    parts = [known, *without]
+    found = join_trajectories([parts[i] for i in order])["routed_experts"]
+    of_parts = dict(zip(order, found.split([len(parts[i]["rewards"]) for i in order]), strict=True))
+    assert found.dtype == dtype and found.shape == (5, 5, 3, 2)
+    assert torch.equal(of_parts[0], routes)
+    assert not of_parts[1].any() and not of_parts[2].any()
+    assert join_trajectories(without)["routed_experts"].shape == (3, 3, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (torch.ones(1, 2, 4, 2, dtype=torch.uint8), r"\[1, 3, 3, 2\]; .* same model"),
+        (torch.ones(1, 2, 3, 2, dtype=torch.int16), "'routed_experts' is torch.int16"),
+        ([1], "'routed_experts' is a list; expected a torch.Tensor"),
+        (None, "trajectory 1 has the keys .* the first one .*'routed_experts'"),
+    ],
+)
+def test_trajectories_with_other_experts_are_not_joined(routes: Any, message: str) -> None:
+    first = {**trajectory(1, 3), "routed_experts": torch.ones(1, 3, 3, 2, dtype=torch.uint8)}
+    second = trajectory(1, 2)
+    if routes is not None:
+        second["routed_experts"] = routes
+    with pytest.raises(BatchError, match=message):
+        join_trajectories([first, second])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -110,7 +110,7 @@ def train(pipe: Connection, namespace: str, folder: Path) -> None:
     servers = ServerFolder(folder / "run" / "servers", stale_s=STALE_S)
     with (
         closing(ServerFleet(servers, min_servers=1, probe_interval_s=0.1)) as fleet,
-        make_executor(fleet.serving) as executor,
+        make_executor(fleet) as executor,
     ):
         step = 0
         while not pipe.poll():

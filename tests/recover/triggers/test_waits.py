@@ -21,7 +21,7 @@ from holdfast.recover.triggers import StopRequests
 from holdfast.utils import stopping
 from holdfast.utils.errors import HoldfastError, NoServerError, StopRequested
 from holdfast.utils.stopping import require_no_stop
-from tests.engine.rollouts.servers import make_executor
+from tests.engine.rollouts.servers import Pool, make_executor
 from tests.engine.servers.scripted import ScriptedServer, write_published
 from tests.limits import stretched
 from tests.recover.triggers.jobs import job
@@ -145,7 +145,7 @@ def test_one_refusal_long_after_the_signal_does_not_end_the_step(asked_long_ago:
 
 def test_one_empty_look_long_after_the_signal_does_not_end_the_step(asked_long_ago: None) -> None:
     looks = [[], [RefusingServer(0)], [RefusingServer(0)]]
-    assert send(lambda: looks.pop(0)) == "answer"
+    assert send(Pool(lambda: looks.pop(0))) == "answer"
 
 
 @pytest.mark.parametrize("why", ["sleeps", "updates"])
@@ -167,7 +167,7 @@ def test_requests_wait_for_a_fleet_that_sleeps_or_updates_also_after_the_signal(
             fleet._sleep_level = 1
         else:
             fleet._updating.acquire()
-        assert send(fleet.serving) == "answer"
+        assert send(fleet) == "answer"
 
 
 def test_a_server_that_serves_is_not_waited_for_and_a_stop_changes_nothing(tmp_path: Path) -> None:
