@@ -27,7 +27,7 @@ def worker_environment() -> dict[str, Any]:
     return {"env_vars": {"PYTHONPATH": os.pathsep.join((ROOT, os.environ["PYTHONPATH"]))}}
 
 
-def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
+def start_ray(num_cpus: int = 4, num_gpus: int = 2, **options: Any) -> None:
     """Start a local Ray with imaginary GPUs whose workers can import ``tests``.
 
     Its files are in Ray's own short temporary folder.
@@ -42,6 +42,7 @@ def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
         runtime_env=worker_environment(),
+        **options,
     )
 
 

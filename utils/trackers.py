@@ -1,5 +1,5 @@
-"""Experiment trackers next to ``stats.jsonl``: TensorBoard, Weights & Biases, trackio and
-Prometheus.
+"""Experiment trackers next to ``stats.jsonl``: TensorBoard, Weights & Biases, trackio, Prometheus
+and the metrics of Ray.
 
 Each library is imported when its tracker is opened. Trackers that identify runs by an id receive
 the run's id, so that a resumed run continues in the same place. A tracker does not receive steps
@@ -161,16 +161,52 @@ class _Prometheus:
         from prometheus_client import Gauge
 
         for name, value in {"step": step, **values}.items():
-            metric = "holdfast_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            metric = _metric_name(name)
             if metric not in self._gauges:
-                about = f"{name}, its last value"
-                gauge = Gauge(metric, about, ["run"], registry=self._registry)
+                gauge = Gauge(metric, _ABOUT.format(name), ["run"], registry=self._registry)
                 self._gauges[metric] = gauge.labels(self._run_name)
             self._gauges[metric].set(value)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _RayMetrics:
+    """Gauges that the node of this process exports, with all other metrics of Ray, as
+    ``ray_holdfast_<name>``. They have the last value of each name, as long as this process lives.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            raise ConfigError(
+                "config key 'trackers' names 'ray_metrics', but this process is not connected to "
+                "Ray; call ray.init() first, or use 'prometheus'"
+            )
+        self.has_step = run.last_step - 1  # a resumed run shows its last step at once
+        self._run_name = run.name
+        self._gauges: dict[str, Any] = {}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from ray.util.metrics import Gauge
+
+        for name, value in {"step": step, **values}.items():
+            metric = _metric_name(name)
+            if metric not in self._gauges:
+                self._gauges[metric] = Gauge(metric, _ABOUT.format(name), ("run",))
+            self._gauges[metric].set(value, {"run": self._run_name})
+
+    def close(self) -> None:
+        pass  # a gauge of Ray cannot be taken back
+
+
+_ABOUT = "{}, its last value"
+
+
+def _metric_name(name: str) -> str:
+    return "holdfast_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def _prometheus_address() -> tuple[str, int]:
@@ -186,10 +222,11 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "wandb": _WandB,
     "trackio": _Trackio,
     "prometheus": _Prometheus,
+    "ray_metrics": _RayMetrics,
 }
 """Maps the name of a tracker, which is also that of its extra, to its class."""
-_PACKAGES = {"prometheus": "prometheus_client"}
-"""Packages that do not have the name of their tracker."""
+_PACKAGES = {"prometheus": "prometheus_client", "ray_metrics": "opencensus"}
+"""Packages that do not have the name of their tracker. Without opencensus, Ray exports no gauge."""
 
 
 def require_trackers(names: Sequence[str]) -> None:

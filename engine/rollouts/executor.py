@@ -20,6 +20,7 @@ a step with their trajectories until `set_version` marks the step as trained.
 
 import asyncio
 import heapq
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ from .config import RolloutConfig
 from .ledger import Ledger, Ticket
 from .recorded import Bounds, Recorded, split_records
 from .requests import RequestSender, Servers, TicketEngine
+from .ticket_lives import TicketLives
 from .trajectory import Trajectory, check_trajectory, concat_trajectories, sampled_versions
 from .workflow import RolloutWorkflow
 
@@ -135,6 +137,7 @@ class RolloutExecutor:
         self._indices = iter(loader.index_batches())
         self._sender = RequestSender(servers, config)
         self._recorded = Recorded(config.replay)
+        self._lives = TicketLives()
         self._log: RecordLog | None = None
         # the log that the restored generation names. None: it names none
         self._log_id: str | None = NO_PARENT
@@ -185,6 +188,7 @@ class RolloutExecutor:
                     version,
                 )
             self._ledger.set_version(version)
+            self._lives.end(before_step=version)
 
             # Entries of a restored ledger are made usable before the first new ticket.
             if self._restored:
@@ -251,6 +255,7 @@ class RolloutExecutor:
 
         with self._changed:
             accepted = self._ledger.accepted(step)
+            self._lives.train([ticket for ticket, _ in accepted])
         versions = [sampled_versions(trajectory) for _, trajectory in accepted]
         self._staleness = step - torch.cat(versions)
         return accepted
@@ -300,6 +305,7 @@ class RolloutExecutor:
         """Cancel all episodes. The workflow and the servers stay open. Later calls do nothing."""
         self._closed = True
         self._loop.close()
+        self._lives.end(before_step=math.inf)
 
     def __enter__(self) -> Self:
         return self
@@ -438,6 +444,7 @@ class RolloutExecutor:
             # Reading a sample may fail, and then none was started.
             for entry in new:
                 entry.started = True
+                self._lives.queue(entry.ticket)
         if work:
             self._loop.call(self._enqueue, work)
 
@@ -522,7 +529,8 @@ class RolloutExecutor:
     async def _run(self, ticket: Ticket, data: Any) -> None:
         engine = TicketEngine(ticket, self._bounds(ticket), self._sender, self._recorded)
         try:
-            trajectory = await self._workflow.arun_episode(engine, data)
+            episode = self._lives.begin(engine, ticket)
+            trajectory = await self._workflow.arun_episode(episode, data)
             if trajectory is not None:
                 check_trajectory(trajectory)
                 if self._should_accept is not None and not self._should_accept(trajectory):
@@ -540,6 +548,7 @@ class RolloutExecutor:
             self._ledger.settle(ticket.number, trajectory)
             self._recorded.forget(ticket.number)
             engine.is_over = True
+            self._lives.settle(ticket, accepted=trajectory is not None)
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()
 

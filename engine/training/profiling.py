@@ -2,7 +2,8 @@
 
 A trace has the operators and kernels of one rank in one step, in phases with names: ``publish``,
 ``sampling`` (the wait for it), ``forward`` (log-probabilities or values), ``update`` and
-``snapshot``. An engine without a profiler pays one ``if`` a call.
+``snapshot``. Tickets of rollouts of this process are in it, too, see `utils/timeline.py`. An engine
+without a profiler pays one ``if`` a call.
 """
 
 import atexit
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...utils.compat.torch_private import has_profiler, is_profiled
 from ...utils.logging import get_logger
+from ...utils.timeline import add_lives, timeline
 from ..config import ProfileConfig, TrainEngineConfig
 
 P = ParamSpec("P")
@@ -49,6 +51,7 @@ class StepProfiler:
             self._activities.append(ProfilerActivity.CUDA)
         self._step: int | None = None
         self._running: Any = None
+        timeline.turn_on(self)
 
     def at(self, step: int) -> None:
         """Begin the trace of a step, or end the one of the step before it. If another profiler of
@@ -76,6 +79,7 @@ class StepProfiler:
             logger.warning("no trace of step %d: %s", step, error)
             return
         self._running = running
+        timeline.start_trace()
         # An interpreter that ends while a profiler runs dies of the same.
         atexit.register(self._end)
 
@@ -85,6 +89,7 @@ class StepProfiler:
         A trace that cannot be written, and steps that never came, are warnings.
         """
         self._end()
+        timeline.turn_off(self)
         if self._missing:
             logger.warning(
                 "no traces of steps %s: the last step of this engine was %s, by its set_version",
@@ -95,9 +100,10 @@ class StepProfiler:
     def _end(self) -> None:
         if self._running is None:
             return
-        began_s = time.monotonic()
         running = self._running
         self._running = None
+        lives = timeline.stop_trace()
+        began_ns = time.monotonic_ns()
         atexit.unregister(self._end)
         if not is_profiled():
             logger.warning(
@@ -111,10 +117,11 @@ class StepProfiler:
             running.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(path))
+            add_lives(path, "rollout tickets", lives, began_ns)
         except (OSError, RuntimeError) as error:
             logger.warning("the trace of step %d cannot be written: %s", self._step, error)
             return
-        seconds = time.monotonic() - began_s
+        seconds = (time.monotonic_ns() - began_ns) / 1e9
         logger.info("wrote the trace of step %d to %s in %.2f s", self._step, path, seconds)
 
 
