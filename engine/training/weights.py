@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import buffers_of, is_persistent
-from ...utils.compat.transformers_private import initialize_module
+from ...utils.compat.transformers_private import initialize_module, parameters_left_alone
 from ...utils.errors import ConfigError
 from .unsharded import unsharded_class
 
@@ -96,7 +96,8 @@ def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, T
                 dtype=buffer.dtype,
                 device="cpu",
             )
-    with torch.random.fork_rng(devices=[]):
+    # Drawing millions of weights on meta would take longer than all buffers.
+    with torch.random.fork_rng(devices=[]), parameters_left_alone(skeleton):
         for module, initialize in reversed(_initializers(skeleton)):
             initialize(module)
     return dict(skeleton.named_buffers(remove_duplicate=False))

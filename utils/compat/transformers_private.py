@@ -3,6 +3,7 @@ weights.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -152,6 +153,19 @@ def float32_patterns(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
     """Initialise the parameters and buffers of ``module`` itself, as in a new ``model``."""
     model._init_weights(module)
+
+
+@contextmanager
+def parameters_left_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Let `initialize_module` compute buffers alone. Parameters keep their values."""
+    params = list(model.parameters())
+    for param in params:
+        param._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for param in params:
+            del param._is_hf_initialized  # type: ignore[attr-defined]
 
 
 def unsplit_classes(model: PreTrainedModel) -> set[str]:
