@@ -7,7 +7,6 @@ good.
 """
 
 import asyncio
-import inspect
 import multiprocessing
 import os
 import pickle
@@ -15,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Self
 
 from ...utils.config import require_range
@@ -35,7 +34,8 @@ _START_S = 120.0
 
 
 class CallPool:
-    """Processes that call functions. They start on first use and end with this process.
+    """Processes that call functions. They start on first use and end with this process. The fork
+    server of multiprocessing starts them. It imports what the script imports, for all of them.
 
         reward = await CallPool(n_processes=8, timeout_s=5.0).call(check_proof, text)
 
@@ -161,7 +161,7 @@ def _imports_of_script() -> list[str]:
     names: set[str] = set()
     modules = [script]
     while modules:
-        for value in vars(modules.pop()).values():
+        for value in list(vars(modules.pop()).values()):
             name = _module_of(value)
             module = sys.modules.get(name)
             if module is None or name in names:
@@ -174,9 +174,10 @@ def _imports_of_script() -> list[str]:
 
 
 def _module_of(value: Any) -> str:
-    if isinstance(value, ModuleType):
+    kind = type(value)  # a proxy names the class of something else, or fails
+    if issubclass(kind, ModuleType):
         return value.__name__
-    if isinstance(value, type) or inspect.isfunction(value):
+    if issubclass(kind, type) or kind is FunctionType:
         return value.__module__
     return ""
 

@@ -148,7 +148,7 @@ RAISES = [
 
 
 @pytest.mark.parametrize(
-    ("replicas", "sync", "place"), slow_but([(1, "last", "loss"), (2, "every", "backward")], RAISES)
+    ("replicas", "sync", "place"), slow_but([(2, "every", "backward")], RAISES)
 )
 def test_a_loss_that_raises_leaves_no_part_of_a_gradient_for_the_next_step(
     folder: Path, replicas: int, sync: str, place: str

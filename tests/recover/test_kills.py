@@ -36,6 +36,7 @@ from tests.recover.runs import (
     stream,
     token_count,
 )
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,7 +90,7 @@ def _dump_until_killed(
     return step
 
 
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("async_save", slow_but([True], [True, False]))
 def test_ranks_killed_while_they_dump_resume_the_newest_complete_generation(
     tmp_path: Path, async_save: bool
 ) -> None:

@@ -140,6 +140,7 @@ def test_all_processes_of_a_sheltered_program_end_without_its_keeper(
     shelter.wait()
 
 
+@pytest.mark.slow
 def test_a_sheltered_program_ends_with_a_driver_and_a_guard_that_are_killed_together(
     server: list[str], processes: Callable
 ) -> None:

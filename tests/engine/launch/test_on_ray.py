@@ -121,6 +121,7 @@ def test_a_server_runs_in_an_actor_with_its_gpu_and_is_restarted_in_its_place(
     wait_until(lambda: ray.available_resources()["GPU"] == 2)
 
 
+@pytest.mark.slow
 def test_a_cluster_without_enough_gpus_is_an_error_that_says_what_is_missing(
     local_ray: None, tmp_path: Path
 ) -> None:

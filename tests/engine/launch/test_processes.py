@@ -474,10 +474,8 @@ def run_servers(pipe: Connection, folder: Path) -> None:
         pipe.poll(600)
 
 
-@pytest.mark.parametrize(
-    "with_guard",
-    [pytest.param(False, marks=pytest.mark.slow, id="driver"), pytest.param(True, id="and guard")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("with_guard", [False, True], ids=["driver", "and guard"])
 def test_nothing_is_left_of_the_servers_of_a_killed_driver(
     tmp_path: Path, with_guard: bool
 ) -> None:

@@ -115,7 +115,7 @@ def _takes_turns(
     engine.destroy()
 
 
-@pytest.mark.parametrize("kind", slow_but(["mirror"], ["vllm", "mirror", "sglang", "adapter"]))
+@pytest.mark.parametrize("kind", slow_but([], ["vllm", "mirror", "sglang", "adapter"]))
 def test_turns_change_no_bit_of_the_trainer_and_publish_its_weights(
     kind: str, base: str, tmp_path: Path
 ) -> None:

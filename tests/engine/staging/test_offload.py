@@ -190,7 +190,7 @@ def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     slow_but(
-        [("full", 2), ("lora", 1)],
+        [("full", 2)],
         [(kind, n) for kind in KINDS for n in RANKS[kind]],
     ),
 )

@@ -97,7 +97,7 @@ def _killed_and_resumed(
 @pytest.mark.parametrize(
     ("kind", "model"),
     slow_but(
-        [("adam8bit", "full")],
+        [],
         [(kind, model) for kind in KINDS for model in ("full", "lora", "critic")],
     ),
 )

@@ -144,6 +144,7 @@ def test_steps_that_never_came_are_named_but_not_those_before_a_resume(
     assert expected in caplog.text
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_in_the_middle_of_a_trace_writes_it(tmp_path: Path) -> None:
     code = (
         "import torch\n"

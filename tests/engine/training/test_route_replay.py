@@ -232,7 +232,7 @@ def _replays(rank: int, world_size: int, folder: str, kind: str, cuts: dict[str,
         assert largest_difference(replayed, expected) > 1e-2, name
 
 
-@pytest.mark.parametrize("kind", slow_but(["qwen3_moe", "deepseek_v3"], MODELS))
+@pytest.mark.parametrize("kind", slow_but(["qwen3_moe"], MODELS))
 def test_replayed_experts_give_the_gradient_of_the_formula(
     kind: str, folders: Callable[[str], str], request: pytest.FixtureRequest
 ) -> None:
@@ -532,6 +532,7 @@ def value_loss(values: Tensor, micro_batch: Batch) -> Tensor:
     return values[mask].square().mean()
 
 
+@pytest.mark.slow
 def test_only_a_trained_policy_counts_routes_that_it_does_not_replay(
     folders: Callable[[str], str],
 ) -> None:

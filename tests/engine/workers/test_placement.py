@@ -56,6 +56,7 @@ def test_a_raylet_is_well_ended_or_silent(monkeypatch: pytest.MonkeyPatch) -> No
         assert nodes_to_avoid() == {"mute": Raylet.SILENT.value, "gone": Raylet.ENDED.value}
 
 
+@pytest.mark.slow
 def test_resources_that_the_jobs_own_ray_never_has_are_refused_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(

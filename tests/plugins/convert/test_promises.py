@@ -72,7 +72,8 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("to", ["dcp", pytest.param("generation", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["dcp", "generation"])
 def test_a_killed_conversion_leaves_nothing_visible_and_the_same_command_makes_it(
     to: str, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_server_takes_turns_with_training(qwen3_8b: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_table_says_whether_it_fits(qwen3_8b: Path) -> None:
     code, out, _ = holdfast("plan", qwen3_8b, "--lora", "16", "--checkpointing", "--gpus", "1")
     assert code == 0

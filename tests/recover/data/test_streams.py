@@ -132,7 +132,7 @@ def _lives(rank: int, world_size: int, name: str, root: str, killed_after: int) 
                 step = step.next()
 
 
-@pytest.mark.parametrize("name", slow_but(["no state", "datasets"], RESUMED))
+@pytest.mark.parametrize("name", slow_but(["no state"], RESUMED))
 def test_a_run_on_a_stream_that_is_killed_has_the_batches_of_one_that_is_not(
     name: str, tmp_path: Path
 ) -> None:
@@ -170,7 +170,9 @@ FORGETFUL: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGETFUL)
+@pytest.mark.parametrize(
+    "name", slow_but(["a buffer", "a buffer of datasets", "no seed"], FORGETFUL)
+)
 def test_a_stream_that_would_lose_samples_is_refused_before_the_first_step(
     name: str, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from tests.engine.rollouts.servers import Pool, make_executor
 from tests.engine.servers.scripted import ScriptedServer, write_published
 from tests.limits import stretched
 from tests.recover.triggers.jobs import job
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -148,7 +149,7 @@ def test_one_empty_look_long_after_the_signal_does_not_end_the_step(asked_long_a
     assert send(Pool(lambda: looks.pop(0))) == "answer"
 
 
-@pytest.mark.parametrize("why", ["sleeps", "updates"])
+@pytest.mark.parametrize("why", slow_but(["updates"], ["sleeps", "updates"]))
 def test_requests_wait_for_a_fleet_that_sleeps_or_updates_also_after_the_signal(
     asked_long_ago: None, why: str
 ) -> None:
