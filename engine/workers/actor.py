@@ -60,6 +60,13 @@ def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
     return min(map(visible.split(",").index, names))
 
 
+def _make_current(device: torch.device) -> None:
+    # The first one is current anyway. Setting it would open a context of some hundred megabytes
+    # also in the process that only watches an inference server.
+    if device.index != 0:
+        torch.cuda.set_device(device)
+
+
 class RankActor:
     """One rank. Training runs on one thread, where the thread-local state of torch is. `ping` and
     background work have their own threads.
@@ -106,7 +113,7 @@ class RankActor:
         # The device of this thread. `run` sets it again, because it is thread-local.
         if gpus and torch.cuda.is_available():
             self._device = torch.device("cuda", int(env["LOCAL_RANK"]))
-            torch.cuda.set_device(self._device)
+            _make_current(self._device)
 
         # Without a process group, computing counts as progress: see `ping`.
         if rendezvous is None:
@@ -152,7 +159,7 @@ class RankActor:
         set first.
         """
         if self._device is not None:
-            torch.cuda.set_device(self._device)
+            _make_current(self._device)
         with self._beating():
             return fn(self._worker, *args)
 

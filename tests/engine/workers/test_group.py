@@ -16,7 +16,7 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from holdfast.engine.workers.actor import device_index
+from holdfast.engine.workers.actor import RankActor, device_index
 from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from holdfast.engine.workers.rank_answers import Answers, headline
@@ -260,7 +260,19 @@ def test_a_trainer_and_a_server_share_each_gpu_if_trainers_take_more_than_half()
         group.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("local_rank", "current"), [(0, []), (1, [1])])
+def test_a_rank_opens_no_context_on_a_gpu_that_is_current_anyway(
+    local_rank: int, current: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(device.index))
+    monkeypatch.setenv("LOCAL_RANK", "")
+    actor = RankActor.__new__(RankActor)
+    actor.join({"LOCAL_RANK": str(local_rank)}, torch.get_num_threads(), 1, None)
+    assert found == current
+
+
 def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
     assert device_index([3], None) == 3
     assert device_index(["3"], "3") == 0
