@@ -21,6 +21,9 @@ from .output import (
 )
 from .runs import Run, run_argument, stats_file, stats_option
 
+# Seconds that are logged with a step, of the whole run or of something else.
+_OF_NO_STEP = (LOST, "server_start_s", "log_lag_s")
+
 
 @click.command("goodput", short_help="Show what the wall time of a run was spent on.")
 @run_argument
@@ -83,10 +86,8 @@ def _rows(spent: WallTime, phases: dict[str, float]) -> list[list[str]]:
 
 
 def is_phase(name: str) -> bool:
-    """Whether a logged number is the seconds of a phase of a step. `RecoverHandler.goodput` logs
-    seconds of the whole run.
-    """
-    return name.endswith("_s") and name != LOST
+    """Whether a logged number is the seconds of a phase of a step."""
+    return name.endswith("_s") and name.rpartition("/")[2] not in _OF_NO_STEP
 
 
 def phases_of(root: Path, stats: Path | None) -> dict[str, float]:
