@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class Faults:
     Attributes:
         lie: number of updates that are confirmed without any change.
         fail: path -> number of calls that fail with 500 and do nothing.
-        slow: path -> seconds before a call is handled.
+        slow: path -> seconds before a call is handled, unless the next request says otherwise.
         at_call: number of the call, counted from 0 at the request, at which ``does`` happens. None:
             never.
         does: ``die`` or ``stop`` (SIGKILL or SIGSTOP to itself).
@@ -387,7 +388,9 @@ class FakeEngine:
         self.note(call=f"{request.method} {request.path_qs}", body=await request.text())
         if struck and self.faults.when == "before":
             self._fail()
-        await asyncio.sleep(self.faults.slow.get(request.path, 0.0))
+        began = time.monotonic()
+        while time.monotonic() - began < self.faults.slow.get(request.path, 0.0):
+            await asyncio.sleep(0.005)
         if self.faults.fail.get(request.path, 0) > 0:
             self.faults.fail[request.path] -= 1
             return web.json_response({"error": {"message": "told to fail"}}, status=500)

@@ -362,14 +362,16 @@ def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(
         except PublishError as error:
             failures.append(error)
 
-    fake.tell(slow={"/resume": stretched(0.5)})
+    # The first one resumes when the label of the second one is set.
+    fake.tell(slow={"/resume": stretched(20)})
     before = fake.calls().count("POST /resume")
-    first = threading.Thread(target=publish, args=(mine, 1))
-    first.start()
-    wait_until(lambda: fake.calls().count("POST /resume") > before)
-    publish(theirs, 2)  # runs until its label is set while the first one resumes
-    first.join(stretched(20))
+    publishers = [threading.Thread(target=publish, args=args) for args in ((mine, 1), (theirs, 2))]
+    for number, publisher in enumerate(publishers, 1):
+        publisher.start()
+        wait_until(lambda number=number: fake.calls().count("POST /resume") == before + number)
     fake.tell()
+    for publisher in publishers:
+        publisher.join(stretched(20))
     expected = (
         r"expected the label 1-\S+ not paused. If another job publishes to it, nobody knows whose "
         r"weights it has"
