@@ -7,6 +7,7 @@ show them. Nothing is kept unless somebody is going to trace a step of this proc
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -59,6 +60,8 @@ class Timeline:
         self._going_on: set[Life] = set()
         self._ended: list[Life] = []
         self._is_traced = False
+        # Lives end on the thread of the rollouts, and a trace on that of training.
+        self._lock = threading.Lock()
 
     @property
     def is_on(self) -> bool:
@@ -76,14 +79,16 @@ class Timeline:
     def begin(self, life: Life, phase: str) -> None:
         """Add a life that begins with ``phase``."""
         life.enter(phase)
-        self._going_on.add(life)
+        with self._lock:
+            self._going_on.add(life)
 
     def end(self, life: Life) -> None:
         """End a life. Without a trace it is forgotten."""
         life.ended_ns = time.monotonic_ns()
-        self._going_on.discard(life)
-        if self._is_traced:
-            self._ended.append(life)
+        with self._lock:
+            self._going_on.discard(life)
+            if self._is_traced:
+                self._ended.append(life)
 
     def start_trace(self) -> None:
         """Keep lives that end from now on."""
@@ -91,9 +96,10 @@ class Timeline:
 
     def stop_trace(self) -> list[Life]:
         """The lives of the trace: those that ended since it began, and those that go on."""
-        lives = [*self._ended, *self._going_on]
-        self._ended = []
-        self._is_traced = False
+        with self._lock:
+            lives = [*self._ended, *self._going_on]
+            self._ended = []
+            self._is_traced = False
         return lives
 
 
@@ -121,7 +127,7 @@ def add_lives(trace: Path, name: str, lives: list[Life], until_ns: int) -> None:
     # Text goes in front of the first event, because a trace of a large step takes long to parse.
     to_unix_ns = time.time_ns() - time.monotonic_ns()
     events = _events(name, lives, until_ns, to_unix_ns - int(base[1]))
-    lines = [json.dumps(event) + ",\n" for event in events]
+    lines = [json.dumps(event, default=str) + ",\n" for event in events]
     added = "".join(lines).encode()
     trace.write_bytes(head + found + added + tail)
 

@@ -225,8 +225,8 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "ray_metrics": _RayMetrics,
 }
 """Maps the name of a tracker, which is also that of its extra, to its class."""
-_PACKAGES = {"prometheus": "prometheus_client", "ray_metrics": "opencensus"}
-"""Packages that do not have the name of their tracker. Without opencensus, Ray exports no gauge."""
+_PACKAGES = {"prometheus": ["prometheus_client"], "ray_metrics": ["ray", "opencensus"]}
+"""Packages of trackers with other names. Without opencensus, Ray exports no gauge."""
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -236,8 +236,8 @@ def require_trackers(names: Sequence[str]) -> None:
             known = ", ".join(map(repr, TRACKERS))
             raise ConfigError(f"config key 'trackers' names {name!r}; expected some of {known}")
 
-        package = _PACKAGES.get(name, name)
-        if importlib.util.find_spec(package) is None:
+        packages = _PACKAGES.get(name, [name])
+        if not all(importlib.util.find_spec(package) for package in packages):
             raise ConfigError(
                 f"config key 'trackers' names {name!r}, which is not installed; run pip install "
                 f"'holdfast[{name}]', or leave it out"

@@ -8,13 +8,11 @@ good.
 
 import asyncio
 import multiprocessing
-import os
 import pickle
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType, ModuleType
 from typing import Any, Self
 
 from ...utils.config import require_range
@@ -26,6 +24,7 @@ logger = get_logger(__name__)
 
 # a fork would copy locks held by other threads
 _CONTEXT = multiprocessing.get_context("forkserver")
+_LARGE = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
 # pickle raises one of these, depending on the object
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 _ATTEMPTS = 2
@@ -35,7 +34,8 @@ _START_S = 120.0
 
 class CallPool:
     """Processes that call functions. They start on first use and end with this process. The fork
-    server of multiprocessing starts them. It imports what the script imports, for all of them.
+    server of multiprocessing starts them, with torch and transformers if this process has imported
+    them (this replaces an earlier ``set_forkserver_preload``).
 
         reward = await CallPool(n_processes=8, timeout_s=5.0).call(check_proof, text)
 
@@ -49,7 +49,7 @@ class CallPool:
         self.timeout_s = timeout_s
         self.n_lost = 0
         self._threads = ThreadPoolExecutor(n_processes, "call-pool")
-        _CONTEXT.set_forkserver_preload(_imports_of_script())
+        _CONTEXT.set_forkserver_preload(_preloaded())
 
         # The lock guards the following. A process is idle or busy.
         self._lock = threading.Lock()
@@ -131,9 +131,20 @@ class CallPool:
     def _take(self) -> "_Process":
         with self._lock:
             self._require_open()
-            process = self._idle.pop() if self._idle else _Process()
+            if self._idle:
+                process = self._idle.pop()
+                self._busy.add(process)
+                return process
+
+        # The fork server takes seconds to start.
+        process = _Process()
+        with self._lock:
             self._busy.add(process)
-            return process
+            closed = self._closed
+        if closed:
+            self._put_back(process, kept=False)
+            self._require_open()
+        return process
 
     def _put_back(self, process: "_Process", kept: bool) -> None:
         with self._lock:
@@ -149,37 +160,13 @@ class CallPool:
             raise ConfigError("the CallPool is closed; make a new one")
 
 
-def _imports_of_script() -> list[str]:
-    """Modules that the script, or a module next to it, has imported or imported something from.
+def _preloaded() -> list[str]:
+    """What the fork server imports, for all processes: large libraries that this process uses.
 
-    Each process imports the script, because a function may be in it. The server that forks them
-    imports these modules once for all. The script itself, and what is next to it, it finds since
-    Python 3.12.8 (python/cpython#126631).
+    Each process imports the script, because a function may be in it. Python before 3.12.8 cannot
+    do that in the server (python/cpython#126631), nor find modules next to the script.
     """
-    script = sys.modules["__main__"]
-    folder = os.path.dirname(getattr(script, "__file__", None) or "")
-    names: set[str] = set()
-    modules = [script]
-    while modules:
-        for value in list(vars(modules.pop()).values()):
-            name = _module_of(value)
-            module = sys.modules.get(name)
-            if module is None or name in names:
-                continue
-            names.add(name)
-            file = getattr(module, "__file__", None) or ""
-            if folder and os.path.dirname(file) == folder:
-                modules.append(module)
-    return ["__main__", *sorted(names - {"__main__"})]
-
-
-def _module_of(value: Any) -> str:
-    kind = type(value)  # a proxy names the class of something else, or fails
-    if issubclass(kind, ModuleType):
-        return value.__name__
-    if issubclass(kind, type) or kind is FunctionType:
-        return value.__module__
-    return ""
+    return ["__main__", *(name for name in _LARGE if name in sys.modules)]
 
 
 class _Lost(Exception):

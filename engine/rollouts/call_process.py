@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,9 @@ def serve(pipe: Connection) -> None:
     """Read calls and send their results until the other end closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the calling process handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Python's generator is seeded anew in a fork, that of numpy is not.
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     with suppress(EOFError):
         while True:
             call = _unpickled(pipe.recv_bytes())

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from tenacity import (
     AsyncRetrying,
@@ -38,7 +38,6 @@ logger = get_logger(__name__)
 _LOOK_AGAIN_S = 0.1
 
 
-@runtime_checkable
 class ServerPool(Protocol):
     """Servers of which not all can be used at any time, such as a `ServerFleet`."""
 
@@ -64,14 +63,19 @@ class RequestSender:
     """
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
-        if not isinstance(servers, Sequence | ServerPool):
+        self.retried = 0
+        self.wants_routes = config.return_routed_experts
+        self._pool: ServerPool | None = None
+        self._listed: Sequence[GenerationServer] = ()
+        if isinstance(servers, Sequence):
+            self._listed = servers
+        elif hasattr(servers, "serving"):
+            self._pool = servers
+        else:
             raise ConfigError(
                 f"servers is {servers!r:.200}; expected a list of servers, or an object with "
                 "serving() and is_away, such as a ServerFleet"
             )
-        self.retried = 0
-        self.wants_routes = config.return_routed_experts
-        self._servers = servers
         self._config = config
         # Servers by their id(): the number of their requests, and those that were absent last.
         self._in_flight: Counter[int] = Counter()
@@ -175,12 +179,12 @@ class RequestSender:
 
     def usable(self) -> list[GenerationServer]:
         """The servers that may be asked now."""
-        if isinstance(self._servers, ServerPool):
-            return list(self._servers.serving())
-        return list(self._servers)
+        if self._pool is not None:
+            return list(self._pool.serving())
+        return list(self._listed)
 
     def _is_away(self) -> bool:
-        return isinstance(self._servers, ServerPool) and self._servers.is_away
+        return self._pool is not None and self._pool.is_away
 
     def _all_absent(self) -> bool:
         return all(id(server) in self._absent for server in self.usable())

@@ -68,7 +68,9 @@ class TicketLives:
                 self._end(number)
 
     def _end(self, number: int) -> None:
-        timeline.end(self._lives.pop(number))
+        life = self._lives.pop(number, None)
+        if life is not None:
+            timeline.end(life)
 
 
 class _WatchedEngine:

@@ -61,9 +61,9 @@ def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
 
 
 def _make_current(device: torch.device) -> None:
-    # The first one is current anyway. Setting it would open a context of some hundred megabytes
-    # also in the process that only watches an inference server.
-    if device.index != 0:
+    # Without a context the first one is current. Setting it would open one of some hundred
+    # megabytes also in the process that only watches an inference server.
+    if device.index != 0 or torch.cuda.is_initialized():
         torch.cuda.set_device(device)
 
 

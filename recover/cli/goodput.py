@@ -21,7 +21,7 @@ from .output import (
 )
 from .runs import Run, run_argument, stats_file, stats_option
 
-# Seconds that are logged with a step, of the whole run or of something else.
+# Seconds of the whole run, of the start of a server, and of the delay of the log.
 _OF_NO_STEP = (LOST, "server_start_s", "log_lag_s")
 
 

@@ -13,7 +13,7 @@ from holdfast.utils.metrics import StatsLogger
 from tests.limits import wait_until
 from tests.ray_helpers import start_ray
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(120)
 
 
 def exported(address: str) -> dict[tuple[str, str], float]:
@@ -34,12 +34,18 @@ def log_in_a_worker(folder: str) -> None:
     stats.log(0, {"loss": 0.5})
 
 
-def test_a_node_of_ray_exports_the_last_values_of_a_driver_and_of_a_worker(tmp_path: Path) -> None:
-    ray.shutdown()  # the Ray that the modules share
-    outside = StatsLogger(tmp_path / "outside", ["ray_metrics"])
+def test_a_process_outside_ray_is_told_to_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    outside = StatsLogger(tmp_path, ["ray_metrics"])
     with pytest.raises(ConfigError, match="this process is not connected to Ray"):
         outside.log(0, {"loss": 1.0})
 
+
+@pytest.mark.slow
+def test_a_node_of_ray_exports_the_last_values_of_a_driver_and_of_a_worker(tmp_path: Path) -> None:
+    ray.shutdown()  # the Ray that the modules share
     start_ray(_system_config={"metrics_report_interval_ms": 1000})
     try:
         node = ray.nodes()[0]

@@ -134,28 +134,27 @@ def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path) -> None
     assert still_alive([child], stretched(10)) == []
 
 
-def test_the_imports_of_a_script_are_made_once_for_all_processes_of_a_pool(tmp_path: Path) -> None:
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed" / "heavy.py").write_text(
-        "import os\nfrom pathlib import Path\n"
-        "with Path(__file__).with_name('imports').open('a') as file:\n"
-        "    file.write(f'{os.getpid()}\\n')\n"
+def test_processes_are_forked_with_torch_and_find_the_modules_next_to_the_script(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "rewards.py").write_text("raise RuntimeError('of the working folder')\n")
+    (tmp_path / "scripts" / "rewards.py").write_text(
+        "import sys\n\ndef has_torch():\n    return 'torch' in sys.modules\n"
     )
-    (tmp_path / "next_to_it.py").write_text("import heavy\n\ndef square(x):\n    return x * x\n")
-    (tmp_path / "job.py").write_text(
-        "import asyncio, time\nfrom next_to_it import square\n"
-        "from holdfast.engine.rollouts import CallPool\n"
-        "async def four(pool):\n"
-        "    await asyncio.gather(*(pool.call(time.sleep, 0.2) for _ in range(4)))\n"
-        "    assert await pool.call(square, 3) == 9\n"
-        "if __name__ == '__main__':\n"
-        "    with CallPool(n_processes=4) as pool:\n        asyncio.run(four(pool))\n"
+    (tmp_path / "scripts" / "job.py").write_text(
+        "import asyncio\nimport rewards\nfrom holdfast.engine.rollouts import CallPool\n"
+        "if __name__ == '__main__':\n    import torch\n"
+        "    with CallPool(n_processes=1) as pool:\n"
+        "        assert asyncio.run(pool.call(rewards.has_torch))\n"
     )
-    path = os.pathsep.join([str(tmp_path / "installed"), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, str(tmp_path / "job.py")],
-        check=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    importers = (tmp_path / "installed" / "imports").read_text().split()
-    assert len(importers) == 2, "the script and the server that forks the processes"
+    subprocess.run([sys.executable, "scripts/job.py"], check=True, cwd=tmp_path)
+
+
+def test_processes_draw_other_numbers_of_numpy() -> None:
+    async def two(pool: CallPool) -> list[float]:
+        calls = (pool.call(user_code.slow_number_of_numpy) for _ in range(2))
+        return await asyncio.gather(*calls)
+
+    with CallPool(n_processes=2) as pool:
+        assert len(set(asyncio.run(two(pool)))) == 2

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy
+
 
 def add(one: int, other: int) -> int:
     return one + other
@@ -12,6 +14,12 @@ def add(one: int, other: int) -> int:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def slow_number_of_numpy() -> float:
+    number = float(numpy.random.random())
+    time.sleep(0.2)
+    return number
 
 
 def hang(started: str) -> None:
