@@ -12,6 +12,10 @@
   so this is the time of the processor.
 
 Each figure is the best of several rounds, because other programs only add time.
+
+``PYTHONPATH=plugins/vllm python -m benchmarks.episodes --kills 12`` drives runs of conversations
+whose driver is killed so often, at random moments, and prints the tokens that were sampled for each
+one that was trained: with the log, and without its answers (``rollout.replay: off``).
 """
 
 import argparse
@@ -56,6 +60,7 @@ _N_TICKETS = 32
 _N_SIBLINGS = 4
 _N_TURNS = 3
 _N_DUMPS = 10
+_N_KILLED_STEPS = 15
 _GIVEN_UP_S = 120.0
 
 
@@ -305,10 +310,33 @@ def dumps_ms(folder: Path) -> tuple[float, float]:
     return min(with_ms), min(without_ms)
 
 
+def print_kills(folder: Path, kills: int) -> None:
+    """Print the tokens that were sampled for each trained one, in runs that are killed."""
+    from tests.integration.test_episode_kills import drive  # needs plugins/vllm in PYTHONPATH
+
+    print("| steps ahead | steps between snapshots | with the log | without |")
+    print("|---:|---:|---:|---:|")
+    for ahead in (0, 2):
+        for freq_steps in (1, 5):
+            ratios = []
+            for replay in ("exact", "off"):
+                root = folder / f"{ahead}-{freq_steps}-{replay}"
+                options = {"ahead": ahead, "freq_steps": freq_steps, "replay": replay}
+                run = drive(root, kills, steps=_N_KILLED_STEPS, **options)
+                ratios.append(f"{run.sampled_per_trained:.2f}")
+            print(f"| {ahead} | {freq_steps} | {ratios[0]} | {ratios[1]} |", flush=True)
+
+
 def main() -> int:
     """Measure everything and print a table. The exit code is 1 if a limit is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.episodes", description=__doc__)
-    parser.parse_args()
+    parser.add_argument("--kills", type=int, help="only the cost of so many kills of a run")
+    kills = parser.parse_args().kills
+    if kills is not None:
+        with tempfile.TemporaryDirectory() as root:
+            print_kills(Path(root), kills)
+        return 0
+
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         # In turns, because the machine may become slower or faster meanwhile.

@@ -71,6 +71,7 @@ class EpisodeJob:
         noisy: whether steps that are lost come out otherwise the next time.
         ranks: number of trainers. More than one share the rollouts of the first.
         resume_path: see `RecoverConfig`.
+        replay: see `RolloutConfig`.
     """
 
     root: str
@@ -82,6 +83,7 @@ class EpisodeJob:
     noisy: bool = False
     ranks: int = 1
     resume_path: str | None = None
+    replay: str = "exact"
 
 
 class Conversations:
@@ -193,7 +195,11 @@ def drive(job: EpisodeJob, trainer: Any = None) -> None:
     spec = FinetuneSpec(100, len(Prompts()), BATCH_SIZE)
     server = VLLMServer(job.url, timeout_s=stretched(20))
     config = RolloutConfig(
-        job.ahead, MAX_CONCURRENT, total_steps=job.steps, batch_timeout_s=stretched(60)
+        job.ahead,
+        MAX_CONCURRENT,
+        total_steps=job.steps,
+        batch_timeout_s=stretched(60),
+        replay=job.replay,
     )
     pool = CallPool(1, timeout_s=stretched(20))
     workflow = Conversations(pool, f"{job.root}/{EFFECTS}")
