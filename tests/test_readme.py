@@ -258,7 +258,6 @@ WAYS = {
         "throughput",
         ["Holdfast engine.load", "AReaL dcp.load", "verl torch.load", None, None],
     ),
-    "`bytes`": ("dcp", SAVES),
 }
 """Benchmark in the README's row -> its figure, and the way in each of the row's columns."""
 
@@ -274,6 +273,8 @@ def test_the_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
             path = re.fullmatch(r"`(tests/\S+\.py)`", row[-1])
             assert path is not None and (ROOT / path[1]).is_file(), row
             continue
+        if benchmark[2] == "goodput":
+            continue  # see the next test
         shown.add(name := benchmark[1])
         measured = _rows(results.partition(f"### {benchmark[2]}\n")[2].partition("\n### ")[0])
         figure, ways = WAYS[name]
@@ -282,6 +283,20 @@ def test_the_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
             expected = ["-"] if way is None else found
             assert [cell.partition(",")[0]] == expected, f"{name}: {way}: the README says {cell}"
     assert shown == set(WAYS)
+
+
+def test_the_figures_of_the_job_under_kills_are_those_of_the_benchmark() -> None:
+    page = (DOCS / "performance.md").read_text().partition("### Under kills")[2]
+    measured = {}
+    for line in _rows(page.partition("\n### ")[0]):
+        if line[0] in ("holdfast", "areal"):
+            measured[line[0], line[1]] = line
+    (row,) = (row for row in _rows(README) if row[-1] == "benchmark `goodput`")
+    for way, cell in (("holdfast", row[1]), ("areal", row[2])):
+        for mean_s, shown in zip(("20", "40"), cell.split("Every 40 s"), strict=True):
+            line = measured[way, mean_s]
+            share = f"{float(line[5].rstrip('%')):.0f} %"
+            assert f"{share}, {line[7]}, {line[8]}" in shown, line
 
 
 def _as_in_the_readme(line: list[str]) -> str:
