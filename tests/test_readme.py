@@ -55,7 +55,7 @@ def _run_script(rank: int, world_size: int, folder: Path, code: str) -> None:
 
 
 def _printed(folder: Path) -> list[str]:
-    """What both ranks printed, of which rank 1 is expected to print nothing."""
+    """Lines of both ranks. Rank 1 must print none."""
     assert (folder / "printed_by_1.txt").read_text() == ""
     return (folder / "printed_by_0.txt").read_text().splitlines()
 

@@ -146,7 +146,6 @@ class StatsLogger:
         logged = last
         if self._logged_step is not None:
             logged = max(last, self._logged_step)
-            self._logged_step = None
 
         # A line that a crash has torn gets its end, so that the next one starts a new line.
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
@@ -154,10 +153,18 @@ class StatsLogger:
         if torn:
             self._file.write(b"\n")
 
+        # A tracker that cannot be opened fails the next `log`, too.
+        if self._names:
+            run = TrackedRun(self._folder, self._project, self._name, self._run_id(), last, logged)
+            try:
+                self._open_trackers(run, lines)
+            except BaseException:
+                self.close()
+                raise
+        self._logged_step = None
+
+    def _open_trackers(self, run: TrackedRun, lines: list[dict[str, Any]]) -> None:
         # Trackers get the steps that they lack.
-        if not self._names:
-            return
-        run = TrackedRun(self._folder, self._project, self._name, self._run_id(), last, logged)
         for name in self._names:
             tracker = TRACKERS[name](run)
             self._trackers.append(tracker)

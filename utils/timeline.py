@@ -95,7 +95,7 @@ class Timeline:
         self._is_traced = True
 
     def stop_trace(self) -> list[Life]:
-        """The lives of the trace: those that ended since it began, and those that go on."""
+        """Return the lives that ended during the trace, and those that go on."""
         with self._lock:
             lives = [*self._ended, *self._going_on]
             self._ended = []

@@ -24,6 +24,7 @@ logger = get_logger(__name__)
 
 # a fork would copy locks held by other threads
 _CONTEXT = multiprocessing.get_context("forkserver")
+# libraries whose import takes seconds
 _LARGE = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
 # pickle raises one of these, depending on the object
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)

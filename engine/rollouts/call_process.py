@@ -20,7 +20,7 @@ def serve(pipe: Connection) -> None:
     """Read calls and send their results until the other end closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the calling process handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Python's generator is seeded anew in a fork, that of numpy is not.
+    # A fork seeds the generator of Python, but not that of numpy.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     with suppress(EOFError):

@@ -56,7 +56,7 @@ logger = get_logger(__name__)
 _BLOCKED_S = 60.0
 _CLOSE_S = 5.0
 _BEAT_EVERY_S = 1.0
-# entries of a state beside those of the ledger
+# keys of a state, in addition to those of the ledger
 _LOG = "log"
 _RECORDS = "records"
 # servers that are asked for the label of the weights before the version goes without one

@@ -115,7 +115,7 @@ class _WatchedEngine:
             self._enter()
 
     def _enter(self) -> None:
-        # What a workflow has left running is no phase of its ticket.
+        # Requests that a workflow leaves running do not belong to its ticket.
         if self._engine.is_over:
             return
         if self._n_out[_SAMPLING]:

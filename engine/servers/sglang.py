@@ -272,7 +272,7 @@ class SGLangServer(ServerClient):
         """Raise ServerError if the server of ``served_name`` does not answer. After its first
         answer, its key is enough.
         """
-        # What has the name waits until a load has ended.
+        # A call with this name waits until a load has ended.
         if not self._is_known:
             super().require_name(timeout_s)
             self._is_known = True

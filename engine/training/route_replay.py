@@ -126,7 +126,7 @@ class RouteReplay:
             self._wrap()
 
     def start_step(self, device: torch.device, has_routes: bool) -> None:
-        """Forget what was counted. All ranks say alike whether any of them ``has_routes``."""
+        """Reset the counts. ``has_routes`` says whether any rank has routes, the same on all."""
         self._has_routes = has_routes and bool(self._routers)
         if not self._has_routes:
             return

@@ -148,7 +148,7 @@ def test_a_look_at_a_running_run_reads_only_new_lines_of_its_journal(tmp_path: P
         journal.note("step", step=step)
     assert spent.read().n_steps == 20
 
-    # What was read may become anything, and what is added counts.
+    # Lines that were read are not read again. Only new lines count.
     whole = path.read_bytes()
     path.write_bytes(b"\n" * len(whole))
     journal.note("step", step=20)
