@@ -11,12 +11,19 @@ from tests.live_sglang import slow_steps
 PYTHON = environment_python("HOLDFAST_SGLANG", ".venv-sglang")
 """Python of the environment with SGLang."""
 
-_STAND_INS = Path(__file__).parent / "stand_ins"
-_ENVIRONMENT = {
+STAND_INS = Path(__file__).parent / "stand_ins"
+CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+CPU_FLAGS = (
+    *("--device", "cpu", "--skip-server-warmup"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--lora-backend", "torch_native"),
+    # Without it the KV cache takes most of the machine's memory.
+    *("--max-total-tokens", "16384"),
+)
 
 
 class LiveServer(LiveProcess):
@@ -33,21 +40,17 @@ class LiveServer(LiveProcess):
         plugins = plugin_distribution(
             scratch / f"plugins-{self.port}", "sglang.srt.plugins", slow_steps.__file__
         )
-        search = [str(_STAND_INS), str(plugins), os.environ.get("PYTHONPATH", "")]
+        search = [str(STAND_INS), str(plugins), os.environ.get("PYTHONPATH", "")]
         self._environment = {
-            **_ENVIRONMENT,
+            **CPU_ENVIRONMENT,
             "PYTHONPATH": os.pathsep.join(search),
             slow_steps.SWITCH: str(self._slow),
         }
         self._command = (
             *(PYTHON, "-m", "sglang.launch_server", "--model-path", model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--device", "cpu", "--dtype", "float32", "--skip-server-warmup"),
-            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--lora-backend", "torch_native"),
-            # Without the first, the KV cache takes most of the machine's memory.
-            *("--max-total-tokens", "16384", "--max-running-requests", "16"),
-            *options,
+            *CPU_FLAGS,
+            *("--dtype", "float32", "--max-running-requests", "16", *options),
         )
 
     def slow_steps(self) -> int:

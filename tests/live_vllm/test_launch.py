@@ -57,16 +57,21 @@ class Tree:
             self.shared.update(path for path in mapped if os.path.exists(path))
 
     def find(self, who: str) -> int:
-        """The pid of ``guard``, ``api``, ``EngineCore`` or ``Worker``."""
+        """The pid of ``guard``, ``api``, ``EngineCore`` or ``Worker``.
+
+        Raises:
+            KeyError: the server has not started it yet.
+        """
         if who == "guard":
             return self.guard
+        if who == "api":
+            (pid,) = _children(self.guard)
+            return pid
         for member in self.members:
             title = Path(f"/proc/{member.pid}/cmdline").read_bytes()
             if f"VLLM::{who}".encode() in title:
                 return member.pid
-        assert who == "api", "it has no such process"
-        (pid,) = _children(self.guard)
-        return pid
+        raise KeyError(who)
 
     def gone(self) -> bool:
         alive = [member for member in self.members if member.alive()]

@@ -21,6 +21,7 @@ from holdfast.utils.files import walk_files, write_durably
 from holdfast.utils.manifest import file_entries
 from holdfast.utils.remote import RemoteFolder
 from tests.helpers import PRELOAD
+from tests.limits import stretched
 
 BUCKET = "bucket"
 
@@ -177,13 +178,19 @@ def _with_environment(
 
 
 def start_copy(
-    url: str, generation: Generation, environment: dict[str, str], keep: int | None = None
+    url: str,
+    generation: Generation,
+    environment: dict[str, str],
+    keep: int | None = None,
+    attempts: int = 5,
 ) -> Any:
-    """Start a process that copies a generation and exits."""
-    return start(_copy, environment, url, generation, keep)
+    """Start a process that copies a generation and exits, with 0 if the copy was made."""
+    return start(_copy, environment, url, generation, keep, attempts)
 
 
-def _copy(url: str, generation: Generation, keep: int | None) -> None:
-    mirror = Mirror(url, keep)
+def _copy(url: str, generation: Generation, keep: int | None, attempts: int) -> None:
+    mirror = Mirror(url, keep, attempts=attempts)
     mirror.submit(generation)
-    mirror.wait(60)
+    assert mirror.wait(stretched(150))
+    if mirror.last_error is not None:
+        raise mirror.last_error

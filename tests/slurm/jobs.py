@@ -178,7 +178,8 @@ class Job:
             except OSError:  # it has ended
                 continue
             runs = self.script.program.encode() in words and b"python" in words[0]
-            if runs and mine in environment:
+            starts_ranks = any(word.endswith(b"torchrun") for word in words)
+            if runs and not starts_ranks and mine in environment:
                 found.append(int(folder.name))
         return found
 

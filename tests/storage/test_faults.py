@@ -52,7 +52,8 @@ def test_a_server_that_leaves_in_a_copy_gets_it_when_it_is_back(
     place: Place, store: GenerationStore, back: GenerationStore, what: str
 ) -> None:
     generation = commit(store, 2, sizes=[LARGE])
-    copier = start_copy(place.url, generation, place.environment)
+    # A server takes its time to start. Eight attempts last two minutes.
+    copier = start_copy(place.url, generation, place.environment, attempts=8)
     try:
         wait_for_marker(place.url, after=1, still=copier.is_alive)
         if what == "is killed":
