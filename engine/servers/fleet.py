@@ -20,7 +20,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -43,11 +42,9 @@ from ...utils.logging import get_logger
 from ...utils.stopping import require_no_stop
 from ...utils.threads import on_daemon_thread
 from .api import (
-    ObservableServer,
     ServerReport,
     ServerSource,
     ServerState,
-    ServerStatus,
     server_stats,
 )
 from .client import ServerClient
@@ -59,18 +56,17 @@ from .fleet_member import (
     published_folder,
     require_support,
 )
+from .prober import fall_asleep, look_after, note_silence
 from .sleep import KV_CACHE, TAGS
 from .stream import BucketReader, WeightStream
 
 logger = get_logger(__name__)
 
-# A server is gone if a status request takes longer. A busy server may take some seconds.
-_SILENCE_S = 10.0
 _START_LOOK_S = 0.1
 _REMOVAL_LOOK_S = 1.0
 _STOP_LOOK_S = 0.2
-_LONGEST_PAUSE_S = 300.0
-"""Longest pause of the prober between failed loads, and time limit of its commands to sleep."""
+_END_S = 30.0
+"""Longest time in which a server with a broken engine ends."""
 
 
 class ServerFleet(Generic[S]):
@@ -262,16 +258,14 @@ class ServerFleet(Generic[S]):
 
         # Wait for them. What is not confirmed now is left to the prober.
         try:
-            confirmed, errors = _wait(told, awaited, needed, deadline)
+            confirmed, failed = _wait(told, awaited, needed, deadline)
         finally:
             late = time.monotonic() >= deadline
             _note_unanswered(members, folder, awaited, late)
             self._wake_prober()
 
         # Servers of a source that have ended come back, and the prober has them load the folder.
-        ended = all(isinstance(error, UnreachableServerError | SlowServerError) for error in errors)
-        returns = self._source is not None and self._prober is not None
-        if confirmed < needed and ended and returns and folder.on_disk:
+        if confirmed < needed and folder.on_disk and self._come_back(failed):
             self.wait_serving(needed, self._server_wait_s)
             confirmed = len(self.serving())
 
@@ -280,10 +274,38 @@ class ServerFleet(Generic[S]):
             self._log_done(confirmed, f"serve {folder.path}", deadline - folder.timeout_s)
             return self.states()
         failure = self._failure(folder, confirmed, needed)
-        for error in errors:
+        for error in failed.values():
             if isinstance(error, WorkerLost):  # the caller may start the worker again
                 raise error from failure
-        raise failure from next(iter(errors), None)
+        raise failure from next(iter(failed.values()), None)
+
+    def _come_back(self, failed: dict[FleetMember, BaseException]) -> bool:
+        """Whether all servers that failed have ended, or end now, and their source starts them
+        again.
+        """
+        if self._source is None or self._prober is None:
+            return False
+        refused: list[FleetMember] = []
+        for member, error in failed.items():
+            if isinstance(error, UnreachableServerError | SlowServerError):
+                continue
+            if not isinstance(error, ServerError):
+                return False
+            refused.append(member)
+        return self._have_ended(refused)
+
+    def _have_ended(self, refused: Collection[FleetMember]) -> bool:
+        """Whether servers that have answered with errors end now, because their engine was
+        killed, or serve after all.
+        """
+        began = time.monotonic()
+        while not all(member.removed or member.serves for member in refused):
+            if self._source is None or time.monotonic() > began + _END_S:
+                return False
+            require_no_stop("inference servers", began)
+            self._follow()
+            time.sleep(_START_LOOK_S)
+        return True
 
     def sleep(self, timeout_s: float = 300.0, level: int = 1) -> list[ServerReport]:
         """Have all servers free the memory of their GPUs. Returns `states` once all of them sleep.
@@ -312,8 +334,8 @@ class ServerFleet(Generic[S]):
                 members = self._members
                 for member in members:
                     member.rest(TAGS, level)
-            fall_asleep = partial(_fall_asleep, timeout_s=timeout_s)
-            failed = self._command(members, fall_asleep, "sleep", timeout_s)
+            put_to_sleep = partial(fall_asleep, timeout_s=timeout_s)
+            failed = self._command(members, put_to_sleep, "sleep", timeout_s)
             self._wake_prober()
 
         # A server that is down has no memory.
@@ -322,7 +344,7 @@ class ServerFleet(Generic[S]):
             for member, error in failed.items()
             if not isinstance(error, NoServerError)
         }
-        if awake:
+        if not self._have_ended(awake):
             raise ServerError(
                 f"{len(awake)} of {len(members)} inference servers may still have the "
                 f"memory of their GPUs: {_reasons(awake)}. See to them, or end them, before "
@@ -376,6 +398,9 @@ class ServerFleet(Generic[S]):
             )
 
         awake = len(members) - len(failed)
+        if awake < needed and self._come_back(failed):
+            self.await_start(needed)
+            awake = len(self._members)  # servers that are started again do not sleep
         if awake < needed:
             raise ServerError(
                 f"{awake} of {len(members)} inference servers "
@@ -641,9 +666,9 @@ class ServerFleet(Generic[S]):
                 self._follow_source(self._source)
             members = self._members
             for member in members:
-                _note_silence(member)
+                note_silence(member)
             for member in members:  # on threads, because a server may not answer
-                look = partial(_look_after, member, self._probe_interval_s or 0.0)
+                look = partial(look_after, member, self._probe_interval_s or 0.0)
                 on_daemon_thread(look, f"prober of {member.name}")
 
 
@@ -703,103 +728,6 @@ def _carry_out(
             member.note(ServerState.GONE, "it has not answered to an earlier update yet")
 
 
-def _fall_asleep(member: FleetMember, timeout_s: float) -> None:
-    member.command(lambda server: server.sleep(member.sleep_level), timeout_s)
-    member.sleeps = True
-
-
-# Work of the prober on one server
-
-
-def _note_silence(member: FleetMember) -> None:
-    """Note the server as gone if a status request has taken too long."""
-    with member.changed:
-        if member.asked_at is None:
-            return
-        silent_s = time.monotonic() - member.asked_at
-        if silent_s >= _SILENCE_S:
-            member.note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
-
-
-def _look_after(member: FleetMember, retry_s: float) -> None:
-    """Have the server load the wanted weights if it serves others, or sleep if it should. Do
-    nothing during another update.
-    """
-    if not member.busy.acquire(blocking=False):
-        return
-    try:
-        folder = member.wanted
-        if member.resting:
-            _look_after_sleeper(member)
-        elif folder is not None and _needs_load(member, folder) and folder.on_disk:
-            # The status request took a while, in which the publisher may have decided otherwise.
-            still_wanted = member.wanted is folder and not member.resting
-            if still_wanted and time.monotonic() >= member.retry_at(retry_s, _LONGEST_PAUSE_S):
-                member.load(folder)
-    finally:
-        member.busy.release()
-
-
-def _look_after_sleeper(member: FleetMember) -> None:
-    if member.report.error == ABOUT_TO_SLEEP:  # the command is on its way
-        return
-    status = member.ask()
-    if status is None:
-        return
-    whole = member.resting == TAGS
-    if not set(member.resting) <= set(status.asleep):
-        member.note_unready(status, "it was restarted while it should sleep")
-    elif member.sleeps or not whole:
-        member.note_unready(status, None)
-        return
-
-    # Also if it said before that it sleeps, and then failed to.
-    if whole:
-        with suppress(Exception):  # the report has it
-            _fall_asleep(member, _LONGEST_PAUSE_S)
-
-
-def _needs_load(member: FleetMember, folder: PublishedFolder) -> bool:
-    if not isinstance(member.server, ObservableServer):
-        return not member.serves
-    status = member.ask()
-    if status is None:
-        member.failures = 0  # the server may have been restarted
-        return False
-
-    # The label alone proves nothing: the load may have failed afterwards, or another job may
-    # publish.
-    with member.changed:
-        if member.confirmed is folder and status == ServerStatus(folder.label, paused=False):
-            member.confirm(folder)
-            return False
-        if member.resting:
-            return False
-
-    # The error of a failed load is more specific than what the server says.
-    problem = _seen_problem(member, folder, status)
-    if member.failures and member.report.error:
-        problem = member.report.error
-    member.note_unready(status, problem)
-    return True
-
-
-def _seen_problem(member: FleetMember, folder: PublishedFolder, status: ServerStatus) -> str:
-    seen = f"it serves {status.label or 'other weights'}"
-    if status.asleep:
-        seen = "it sleeps"
-    elif status.paused:
-        seen = "it is paused"
-
-    other_label = status.label not in (None, folder.label)
-    if other_label and not status.paused and member.confirmed is folder:
-        seen += (
-            f", published by somebody else since it confirmed {folder.label}; let one job publish "
-            "to a server"
-        )
-    return seen
-
-
 def _reasons(failed: dict[FleetMember, BaseException]) -> str:
     return "; ".join(
         f"{member.name} is {member.report.state}: {error}" for member, error in failed.items()
@@ -811,12 +739,12 @@ def _wait(
     awaited: set[FleetMember],
     needed: int,
     deadline: float,
-) -> tuple[int, list[BaseException]]:
-    """Wait for needed and ``awaited`` answers. Returns the number of confirmations, and the errors
-    of the others.
+) -> tuple[int, dict[FleetMember, BaseException]]:
+    """Wait for needed and ``awaited`` answers. Returns the number of confirmations, and the servers
+    that answered with errors.
     """
     confirmed = 0
-    errors: list[BaseException] = []
+    failed: dict[FleetMember, BaseException] = {}
     pending = set(told)
     while needed <= confirmed + len(pending):
         # A server that was removed meanwhile may never answer.
@@ -833,5 +761,5 @@ def _wait(
             if error is None:
                 confirmed += 1
             else:
-                errors.append(error)
-    return confirmed, errors
+                failed[told[call]] = error
+    return confirmed, failed

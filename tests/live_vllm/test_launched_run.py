@@ -36,8 +36,8 @@ AHEAD = 1
 PROMPTS = [[3 + n, 5, 40 - n] for n in range(20)]
 N_SERVERS = 2
 VICTIMS = ("guard", "api", "EngineCore", "Worker")
-PAUSE_S = (5.0, 60.0)
-"""Bounds of the seconds between two kills."""
+PAUSE_S = (3.0, 30.0)
+"""Bounds of the seconds before a kill."""
 
 
 class EvenTokens:
@@ -74,7 +74,7 @@ class Killer:
 
     Attributes:
         trees: processes of the servers whose process was killed, at that time.
-        serving_again_s: seconds from a kill, or the first of several, until all servers served.
+        serving_again_s: seconds from a kill, or the first of several, until all servers serve.
     """
 
     def __init__(self, servers: ServerProcesses, fleet: ServerFleet) -> None:
@@ -96,22 +96,31 @@ class Killer:
             thread.join()
 
     def _run(self) -> None:
-        began: float | None = None
         for number in itertools.count():
-            next_kill = time.monotonic() + self._draw.uniform(*PAUSE_S)
-            while time.monotonic() < next_kill:
+            if self._ended.wait(self._draw.uniform(*PAUSE_S)):
+                return
+            began = time.monotonic()
+            self._kill_some(both=number % 3 == 2)
+
+            # Now and then a server is killed while it, or the other one, starts.
+            if number % 2 == 1:
+                if self._ended.wait(self._draw.uniform(*PAUSE_S)):
+                    return
+                self._kill_some(both=False)
+
+            # Faster kills would leave no time in which a server serves.
+            while not self._all_serve():
                 if self._ended.wait(0.1):
                     return
-                if began is not None and self._all_serve():
-                    self.serving_again_s.append(time.monotonic() - began)
-                    print(f"all servers serve after {self.serving_again_s[-1]:.1f} s", flush=True)
-                    began = None
-            began = began or time.monotonic()
-            names = sorted(self._servers.pids())
-            for name in names if number % 5 == 4 else self._draw.sample(names, min(1, len(names))):
-                # A server that starts does not have all its processes, and one ends at any time.
-                with suppress(ProcessLookupError, FileNotFoundError, KeyError, ValueError):
-                    self._kill(name)
+            self.serving_again_s.append(time.monotonic() - began)
+            print(f"all servers serve after {self.serving_again_s[-1]:.1f} s", flush=True)
+
+    def _kill_some(self, both: bool) -> None:
+        names = sorted(self._servers.pids())
+        for name in names if both else self._draw.sample(names, min(1, len(names))):
+            # A server that starts does not have all its processes, and one ends at any time.
+            with suppress(ProcessLookupError, FileNotFoundError, KeyError, ValueError):
+                self._kill(name)
 
     def _kill(self, name: str) -> None:
         tree = Tree(os.getpgid(self._servers.pids()[name]))

@@ -4,10 +4,11 @@ import asyncio
 import errno
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import pytest
@@ -23,7 +24,12 @@ from holdfast.engine.servers.api import (
 from holdfast.utils.errors import ConfigError, PublishError, RolloutError, ServerError
 from tests.engine.rollouts.servers import make_executor
 from tests.engine.servers.fakes import FakeServer
-from tests.engine.servers.scripted import PlainServer, ScriptedServer, write_published
+from tests.engine.servers.scripted import (
+    PlainServer,
+    ScriptedServer,
+    refuse,
+    write_published,
+)
 from tests.limits import stretched, wait_until
 from tests.tiers import slow_but
 
@@ -260,6 +266,49 @@ def test_servers_that_have_started_since_the_last_update_sleep_too() -> None:
             fleet.sleep(LIMIT_S)
 
 
+class DyingServer(SleepyServer):
+    """A server that leaves its source after an error, like one whose engine was killed."""
+
+    def __init__(self, name: str, source: Source, successor: ScriptedServer | None = None) -> None:
+        super().__init__(name)
+        self._source, self._successor = source, successor
+        self._ends = False
+
+    def sleep(self, level: int = 1) -> None:
+        self._end()
+
+    def wake_up(self, tags: object = ()) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self._ends:
+            Timer(0.3, self._source.up.remove, [self]).start()
+            if self._successor is not None:
+                Timer(0.6, self._source.up.append, [self._successor]).start()
+        self._ends = True
+        raise ServerError("POST /sleep was answered with 500")
+
+
+def test_a_server_whose_engine_was_killed_has_no_memory_once_it_has_ended() -> None:
+    source = Source()
+    source.up.append(DyingServer("first", source))
+    with closing(ServerFleet(source, probe_interval_s=0.05)) as fleet:
+        (report,) = fleet.sleep(LIMIT_S)
+        assert report.state is ServerState.STARTING
+
+
+def test_waking_up_waits_for_a_server_whose_engine_was_killed(
+    published: Callable[[int], Path],
+) -> None:
+    source = Source()
+    dying = DyingServer("first", source, SleepyServer("first, started again"))
+    source.up.append(dying)
+    with closing(ServerFleet(source, probe_interval_s=0.05)) as fleet:
+        fleet.update(published(1), 1, LIMIT_S)
+        reports = fleet.wake_up(("weights",), LIMIT_S)
+        assert reports[0].name == "first, started again"
+
+
 def test_waking_up_waits_for_servers_that_start() -> None:
     with (
         closing(ServerFleet(Source(), probe_interval_s=None, server_wait_s=0.2)) as fleet,
@@ -281,6 +330,44 @@ def test_an_update_goes_on_with_a_server_that_comes_back_in_it(
         source.up.append(ScriptedServer("first, started again"))
         update.join(LIMIT_S)
         assert names(fleet) == ["first, started again"]
+
+
+def test_an_update_waits_for_a_server_whose_engine_was_killed_in_it(
+    published: Callable[[int], Path],
+) -> None:
+    engine_is_dead = Event()
+
+    def answer(version: int) -> None:
+        if version == 2:
+            engine_is_dead.set()
+            raise PublishError("POST /pause was answered with 500")
+
+    source = Source([ScriptedServer("first", answer)])
+    with (
+        closing(ServerFleet(source, probe_interval_s=0.05)) as fleet,
+        ThreadPoolExecutor() as pool,
+    ):
+        fleet.update(published(1), 1, LIMIT_S)
+        update = pool.submit(fleet.update, published(2), 2, LIMIT_S)
+        assert engine_is_dead.wait(LIMIT_S)
+        time.sleep(0.3)
+        source.up.clear()
+        time.sleep(0.3)
+        source.up.append(ScriptedServer("first, started again"))
+        update.result(LIMIT_S)
+        assert names(fleet) == ["first, started again"]
+
+
+def test_a_server_that_refuses_an_update_and_does_not_end_is_an_error(
+    published: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.engine.servers.fleet._END_S", 0.5)
+    source = Source([ScriptedServer("first", refuse)])
+    with (
+        closing(ServerFleet(source, probe_interval_s=0.05)) as fleet,
+        pytest.raises(PublishError, match="version 1 cannot be loaded"),
+    ):
+        fleet.update(published(1), 1, LIMIT_S)
 
 
 # Tickets
