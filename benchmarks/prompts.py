@@ -83,21 +83,13 @@ def _measure(session: Session) -> Times:
         batch["loss_mask"][:, :n_prompt] = 0
         for name, engine in engines.items():
             # Counted once: every later step keeps as much.
-            kept = {"bytes": float(_kept_bytes(engine, batch))}
-            ways[f"{name}, {ratio}"] = partial(_timed, session, engine, batch, kept)
+            kept = float(_kept_bytes(engine, batch))
+            step = partial(train, engine, batch)
+            ways[f"{name}, {ratio}"] = partial(session.timed, step, bytes=kept)
     times = interleave(ways, session.options.rounds)
     for engine in engines.values():
         engine.destroy()
     return times
-
-
-def _timed(
-    session: Session,
-    engine: FSDPEngine,
-    batch: Batch,
-    kept: dict[str, float],
-) -> dict[str, float]:
-    return session.timed(partial(train, engine, batch)) | kept
 
 
 def _kept_bytes(engine: FSDPEngine, batch: Batch) -> int:

@@ -92,9 +92,9 @@ class Session:
         """Seconds that ``call`` takes on the slowest rank, if all start together."""
         return max(self.all(self.own_seconds(call)))
 
-    def timed(self, call: Callable[[], object]) -> dict[str, float]:
-        """The same as a way of `interleave`."""
-        return {"seconds": self.seconds(call)}
+    def timed(self, call: Callable[[], object], **known: float) -> dict[str, float]:
+        """The same as a way of `interleave`, next to values that are known already."""
+        return {"seconds": self.seconds(call), **known}
 
     def own_seconds(self, call: Callable[[], object]) -> float:
         """Seconds that ``call`` takes on this rank, if all start together."""

@@ -158,7 +158,7 @@ def _measure(session: Session, n_mbs: int) -> Times:
         step()
         with _Collectives() as collectives:
             step()
-        ways[way] = partial(_timed, session, step, collectives.counts())
+        ways[way] = partial(session.timed, step, **collectives.counts())
 
     # TRL measures its own seconds, without the start of a run.
     if HAS_TRL:
@@ -180,14 +180,6 @@ def _measure(session: Session, n_mbs: int) -> Times:
     for engine in engines.values():
         engine.destroy()
     return times
-
-
-def _timed(
-    session: Session,
-    step: Callable[[], object],
-    counts: dict[str, float],
-) -> dict[str, float]:
-    return session.timed(step) | counts
 
 
 class _PlainLoop:

@@ -241,15 +241,19 @@ class WeightUpdateMeta:
             )
 
 
+StateDict = dict[str, Any]
+"""State of an object: tensors and plain values, nested."""
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """An object whose state can be saved and restored: a module, a sampler, a user's object."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state, made of tensors and plain values."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a state."""
         ...
 

@@ -90,17 +90,22 @@ class OptimizerConfig:
 
         schedules = ("constant", "linear", "cosine")
         require_choice("optimizer.lr_scheduler_type", self.lr_scheduler_type, schedules)
-        require_at_least(self, "optimizer.", lr=0.0, weight_decay=0.0)
+        require_at_least(
+            self,
+            "optimizer.",
+            lr=0.0,
+            weight_decay=0.0,
+            eps=0.0,
+            warmup_steps=0,
+            gradient_clipping=1e-12,
+        )
         require_range("optimizer.beta1", self.beta1, low=0.0, high=0.999999)
         require_range("optimizer.beta2", self.beta2, low=0.0, high=0.999999)
-        require_range("optimizer.eps", self.eps, low=0.0)
         require_range("optimizer.momentum", self.momentum, low=0.0, high=1.0)
-        require_range("optimizer.warmup_steps", self.warmup_steps, low=0)
         require_range(
             "optimizer.warmup_steps_proportion", self.warmup_steps_proportion, low=0.0, high=1.0
         )
         require_range("optimizer.min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
-        require_range("optimizer.gradient_clipping", self.gradient_clipping, low=1e-12)
 
 
 @dataclass

@@ -13,13 +13,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ..utils.compat.transformers_private import commit_of
 from ..utils.distributed import (
+    RankGroup,
     all_ranks_succeed,
     all_ranks_succeed_slowly,
     any_rank,
@@ -87,7 +87,7 @@ def index_digest(folder: Path) -> str | None:
     return None
 
 
-def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None = None) -> Path:
+def find_model_folder(config: TrainEngineConfig, group: RankGroup = None) -> Path:
     """The local folder of the model at ``config.path``, downloaded if necessary. Every rank of
     ``group`` calls this.
 
@@ -145,7 +145,7 @@ def find_source_folder(config: Any) -> Path | None:
         return None
 
 
-def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:
+def _is_on_hub(path: str, group: RankGroup) -> bool:
     """Whether ``path`` is the id of a model on the hub. A folder on any rank is a folder for all
     ranks.
     """
@@ -171,7 +171,7 @@ def _from_hub(path: str, revision: str | None, **options: object) -> Path:
         ) from error
 
 
-def is_first_of_its_node(group: dist.ProcessGroup | None) -> bool:
+def is_first_of_its_node(group: RankGroup) -> bool:
     """Whether no lower rank uses the same cache on the same host."""
     caches = gather_objects((socket.gethostname(), str(constants.HF_HUB_CACHE)), group)
     return caches.index(caches[get_rank(group)]) == get_rank(group)

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
-from ..engine.api import Stateful, StepInfo
+from ..engine.api import StateDict, Stateful, StepInfo
 from ..utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from ..utils.logging import get_logger
 from ..utils.rng import capture_rng, restore_rng
@@ -145,7 +145,7 @@ class RecoverableLoader:
         yield from self._rest(restored)
         self._finish()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return epoch, number of batches given, and the notes on their sources."""
         if self._restored is not None:
             return self._restored
@@ -157,7 +157,7 @@ class RecoverableLoader:
             "notes": self._notes.state_dict(self._given or None),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from ``state_dict`` at the next iteration.
 
         Raises:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from ..engine.api import FinetuneSpec, Stateful, StepInfo
+from ..engine.api import FinetuneSpec, StateDict, Stateful, StepInfo
 from ..recover import RecoverConfig, RecoverHandler
 from ..recover.engines import HostEngine
 from ..utils.compat.trainer_private import (
@@ -256,7 +256,7 @@ class TrainerRun:
 
     # Saved state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return all but weights, optimizer and schedule, for `RecoverHandler.register`."""
         trainer = self._trainer
         given = None
@@ -279,7 +279,7 @@ class TrainerRun:
             "evaluated": evaluated,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Take a state. Most of its values are restored when the loop begins.
 
         Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..engine.api import ADAPTER_FORMS, EXPORT_DTYPES
-from ..utils.config import require_choice, require_numbers, require_range
+from ..utils.config import require_at_least, require_choice, require_numbers
 from ..utils.errors import ConfigError
 from ..utils.remote import FETCH_FIRST, require_local
 
@@ -186,8 +186,7 @@ class RecoverConfig:
         require_choice("recover.on_busy", self.on_busy, ("wait", "skip"))
         require_choice("recover.hf_dtype", self.hf_dtype, (None, *EXPORT_DTYPES))
         require_choice("recover.hf_adapters", self.hf_adapters, ADAPTER_FORMS)
-        for name, low in _LOWEST.items():
-            require_range(f"recover.{name}", getattr(self, name), low=low)
+        require_at_least(self, "recover.", **_LOWEST)
 
         # Keys that need each other.
         if (self.keep_best is None) != (self.best_metric is None):

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from ..engine.memory.tensors import by_clean_name, clean_name
 from ..engine.model_folder import find_source_folder
 from ..engine.training.counters import EngineCounters
 from ..utils.compat.torch_private import without_compile
-from ..utils.distributed import get_rank, get_world_size
+from ..utils.distributed import RankGroup, get_rank, get_world_size
 from ..utils.errors import CheckpointError, ConfigError, StaleSnapshotError
 from ..utils.logging import get_logger
 from .info import EngineFacts
@@ -44,7 +43,7 @@ class RankEngines:
     engines: dict[str, Any]  # as `as_engine` accepts them
     stateful: dict[str, Stateful] = field(default_factory=dict)
     # for engines without a group. None means the default group
-    group: dist.ProcessGroup | None = None
+    group: RankGroup = None
 
     def __post_init__(self) -> None:
         if not self.engines:
@@ -88,7 +87,7 @@ class RankEngines:
             state.group = self.group_of(name)
         return state
 
-    def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
+    def group_of(self, name: str | None = None) -> RankGroup:
         """Return the control group (gloo) of an engine. Without a name, of the first engine."""
         if name is None:
             name = next(iter(self.engines))
@@ -136,7 +135,7 @@ class HostEngine:
     optimizer: torch.optim.Optimizer | None = None  # None saves the model alone
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     # gloo group of the ranks. None means the group of the handler
-    control_group: dist.ProcessGroup | None = None
+    control_group: RankGroup = None
     ranks_with_same_data: int = 1  # see `DCPState`
     # of the trainer, see `numerical_switches`
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -211,7 +210,7 @@ def has_adapters(model: nn.Module) -> bool:
     return isinstance(base, PreTrainedModel) and (base is not model or bool(adapted_layers(model)))
 
 
-def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) -> Collection[str]:
+def names_from_folder(model: nn.Module, group: RankGroup) -> Collection[str]:
     """Find the frozen parameters that equal the base model's folder bit for bit on this rank.
 
     ``model`` is one for which `has_adapters` is true, on the ranks of ``group``. Its first call
@@ -240,7 +239,7 @@ def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) 
     return _from_base.set(model, found)
 
 
-def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[int]:
+def _from_folder(base: PreTrainedModel, group: RankGroup) -> set[int]:
     # The ids of the parameters, because `base` calls them otherwise than the model with adapters.
     folder = find_source_folder(base.config)
     if folder is None or getattr(base.config, "quantization_config", None) is not None:

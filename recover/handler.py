@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
+from ..utils.distributed import RankGroup
 from ..utils.errors import ConfigError, Preempted
 from ..utils.logging import get_logger
 from ..utils.rng import capture_rng, restore_rng
@@ -73,7 +72,7 @@ class RecoverHandler:
         config: RecoverConfig,
         ft_spec: FinetuneSpec,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: RankGroup = None,
         notices: Sequence[Callable[[], StopNotice | None]] = (),
         epochs_may_change: bool = False,
         tokenizer: Any = None,

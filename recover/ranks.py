@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..engine.api import Stateful
 from ..utils.distributed import (
+    RankGroup,
     all_ranks_succeed,
     gather_objects,
     get_rank,
@@ -74,7 +75,7 @@ class LocalRanks:
     def __init__(
         self,
         target: RankEngines,
-        group: dist.ProcessGroup | None = None,
+        group: RankGroup = None,
         session: SessionRef | None = None,
     ) -> None:
         self._target = target
@@ -268,7 +269,7 @@ Ranks = LocalRanks | DrivenRanks
 def ranks_of(
     engine: Any,
     stateful: Mapping[str, Stateful],
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
     session: SessionRef,
 ) -> Ranks:
     """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines

@@ -83,12 +83,10 @@ class Attempt:
     number: int
     last_loss: WorkerLost | None
     event: RecoveryEvent | None
-    _supervisor: "Supervisor"
-    _placements: "_Places"
-    _groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    _groups: "_AttemptGroups"
+    _losses: "_Losses"
+    _places: "_Places"
     _starts: dict[str, _Start] = field(default_factory=dict)
-    _ended: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def worker_group(
         self,
@@ -130,13 +128,12 @@ class Attempt:
         request = PlacementRequest(
             name, world_size, resources or WorkerResources(), strategy, min_world_size, multiple_of
         )
-        stalls = self._supervisor._stalls
 
         # Called when there is room, with as many ranks as there is room for.
         def make(placement: Placement) -> WorkerGroup:
             timeout_s = stall_timeout_s
             if timeout_s is not None:
-                timeout_s *= 2 ** stalls[name]
+                timeout_s *= self._losses.stall_factor(name)
             return WorkerGroup(
                 worker_cls,
                 *misplaced,
@@ -145,17 +142,16 @@ class Attempt:
                 resources=request.resources,
                 placement=placement,
                 stall_timeout_s=timeout_s,
-                on_created=self._admit,
+                on_created=self._groups.admit,
                 **options,
             )
 
-        with self._lock:
-            if name in self._starts:
-                raise ConfigError(
-                    f"this attempt has a worker group {name!r} already; give each its own name"
-                )
-            self._starts[name] = _Start(request, make)
-        return self._build(name, self.event)
+        start = _Start(request, make)
+        if self._starts.setdefault(name, start) is not start:
+            raise ConfigError(
+                f"this attempt has a worker group {name!r} already; give each its own name"
+            )
+        return self._build(start, self.event)
 
     def restart(self, loss: WorkerLost) -> WorkerGroup:
         """Start the group that ``loss`` names again, with the same class, arguments and place.
@@ -170,16 +166,15 @@ class Attempt:
             WorkerLost: the group was lost again while it started, and may be restarted again. Or
                 the attempt has ended.
         """
-        with self._lock:
-            lost = self._groups.get(loss.group)
+        lost = self._groups.find(loss.group)
         if lost is None:
             raise ConfigError(
                 f"this attempt has no worker group {loss.group!r} to start again"
             ) from loss
-        event = self._supervisor._note_loss(loss, self.number, lost.kill)
+        event = self._losses.note(loss, self.number, lost.kill)
         logger.warning("%s; it is started again", loss)
-        self._supervisor._spend_retry(loss, lost)
-        return self._build(loss.group, event)
+        self._losses.spend_retry(loss, lost)
+        return self._build(self._starts[loss.group], event)
 
     def draining(self) -> StopNotice | None:
         """Ray's notice that a node of a worker or of the driver is about to go. None if there is no
@@ -188,10 +183,8 @@ class Attempt:
         Can be given to `RecoverHandler` as one of its ``notices``. Costs one round trip to Ray's
         control process, a millisecond or less.
         """
-        with self._lock:
-            groups = list(self._groups.values())
         nodes = {ray.get_runtime_context().get_node_id()}
-        for group in groups:
+        for group in self._groups.all():
             nodes.update(group.node_ids())
         ends = {node: end for node, end in draining_nodes().items() if node in nodes}
         if not ends:
@@ -203,9 +196,7 @@ class Attempt:
         """Whether ranks that a group was started without are available now. Costs at most one round
         trip to Ray.
         """
-        with self._lock:
-            groups = list(self._groups.values())
-        return any(group.placement.can_grow() for group in groups)
+        return any(group.placement.can_grow() for group in self._groups.all())
 
     def start_again(self) -> NoReturn:
         """End this attempt, so that the supervisor begins the next one with as many ranks as
@@ -219,10 +210,10 @@ class Attempt:
         """
         raise AttemptEnded
 
-    def _build(self, name: str, event: RecoveryEvent | None) -> WorkerGroup:
-        start = self._starts[name]
+    def _build(self, start: _Start, event: RecoveryEvent | None) -> WorkerGroup:
+        name = start.request.name
         try:
-            placement = self._placements.get(start.request)
+            placement = self._places.get(start.request)
         except RayError as error:
             raise ClusterLost(
                 f"Ray cannot place worker group {name!r} ({headline(error)}): its control process "
@@ -233,7 +224,7 @@ class Attempt:
             event.placed_s = time.time() - event.detected_at
 
         group = start.make(placement)
-        self._supervisor._late_starts.pop(name, None)
+        self._losses.note_start(name)
         if event is not None:
             event.rebuilt_s = time.time() - event.detected_at
             logger.info(
@@ -243,23 +234,6 @@ class Attempt:
                 event.rebuilt_s,
             )
         return group
-
-    def _admit(self, group: WorkerGroup) -> None:
-        # Before its processes start, so that they end with the attempt whatever happens.
-        with self._lock:
-            if self._ended:
-                raise WorkerLost(
-                    group.name, range(group.world_size), f"attempt {self.number} has ended"
-                )
-            self._groups[group.name] = group
-
-    def _end(self, end: Callable[[WorkerGroup], None] = WorkerGroup.kill) -> None:
-        with self._lock:
-            self._ended = True
-        # All groups end, even if ending one raises.
-        with ExitStack() as stack:
-            for group in self._groups.values():
-                stack.callback(end, group)
 
 
 class Supervisor:
@@ -287,13 +261,9 @@ class Supervisor:
 
     def __init__(self, config: RecoverConfig | None = None) -> None:
         self._config = config or RecoverConfig(mode="off")
-        self._retried_at: list[float] = []
-        self._lock = threading.Lock()
-        # group name -> late starts since its last start in time
-        self._late_starts: Counter[str] = Counter()
-        self._stalls: Counter[str] = Counter()
-        self.events: list[RecoveryEvent] = []
         self._journal = Journal(self._config.trial_root)
+        self._losses = _Losses(self._config, self._journal)
+        self.events = self._losses.events
 
     def run(self, job: Callable[[Attempt], T]) -> T:
         """Call ``job(attempt)`` and return its result. Call it again after each `WorkerLost`.
@@ -317,38 +287,103 @@ class Supervisor:
                 stack.callback(lock.release)
                 self._journal.open()
                 stack.callback(self._journal.close)
-            placements = _Places(self._config)
-            stack.callback(placements.remove)
+            places = _Places(self._config)
+            stack.callback(places.remove)
             with self._journal.telling():
-                result = self._run(job, placements)
+                result = self._run(job, places)
             self._journal.note("returned")
             return result
 
-    def _run(self, job: Callable[[Attempt], T], placements: "_Places") -> T:
-        attempt = Attempt(0, None, None, self, placements)
+    def _run(self, job: Callable[[Attempt], T], places: "_Places") -> T:
+        groups = _AttemptGroups(0)
+        loss: WorkerLost | None = None
+        event: RecoveryEvent | None = None
         try:
             while True:
                 self._journal.begin(supervised=True)
+                number = groups.attempt
+                attempt = Attempt(number, loss, event, groups, self._losses, places)
                 try:
                     result = job(attempt)
-                    attempt._end(partial(WorkerGroup.shutdown, at_end=True))
+                    groups.end(partial(WorkerGroup.shutdown, at_end=True))
                     return result
                 except AttemptEnded:
-                    logger.info("attempt %d ends to go on with more ranks", attempt.number)
-                    attempt._end(WorkerGroup.shutdown)
-                    attempt = Attempt(attempt.number + 1, None, None, self, placements)
-                except WorkerLost as loss:
-                    event = self._note_loss(loss, attempt.number, attempt._end)
-                    logger.warning("attempt %d ended: %s", attempt.number, loss)
-                    self._spend_retry(loss, attempt._groups.get(loss.group))
-                    attempt = Attempt(attempt.number + 1, loss, event, self, placements)
+                    logger.info("attempt %d ends to go on with more ranks", number)
+                    groups.end(WorkerGroup.shutdown)
+                    loss = None
+                    event = None
+                except WorkerLost as lost:
+                    event = self._losses.note(lost, number, groups.end)
+                    logger.warning("attempt %d ended: %s", number, lost)
+                    self._losses.spend_retry(lost, groups.find(lost.group))
+                    loss = lost
+                groups = _AttemptGroups(number + 1)
         finally:
-            attempt._end(partial(WorkerGroup.kill, at_end=True))
+            groups.end(partial(WorkerGroup.kill, at_end=True))
 
-    def _note_loss(
-        self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]
-    ) -> RecoveryEvent:
-        # Survivors could still write, so they end before anything else happens.
+
+class _AttemptGroups:
+    """The worker groups of one attempt, which end with it. Thread-safe."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self._lock = threading.Lock()
+        self._groups: dict[str, WorkerGroup] = {}
+        self._ended = False
+
+    def admit(self, group: WorkerGroup) -> None:
+        """Take in a group before its processes start, so that they end with the attempt whatever
+        happens. WorkerLost if the attempt has ended.
+        """
+        with self._lock:
+            if self._ended:
+                raise WorkerLost(
+                    group.name, range(group.world_size), f"attempt {self.attempt} has ended"
+                )
+            self._groups[group.name] = group
+
+    def find(self, name: str) -> WorkerGroup | None:
+        """The newest group of this name that was admitted."""
+        with self._lock:
+            return self._groups.get(name)
+
+    def all(self) -> list[WorkerGroup]:
+        """All groups that were admitted."""
+        with self._lock:
+            return list(self._groups.values())
+
+    def end(self, end: Callable[[WorkerGroup], None] = WorkerGroup.kill) -> None:
+        """End all groups, even if ending one raises."""
+        with self._lock:
+            self._ended = True
+        with ExitStack() as stack:
+            for group in self._groups.values():
+                stack.callback(end, group)
+
+
+class _Losses:
+    """The losses of a job, and how many retries are left."""
+
+    def __init__(self, config: RecoverConfig, journal: Journal) -> None:
+        self._config = config
+        self._journal = journal
+        self.events: list[RecoveryEvent] = []
+        self._lock = threading.Lock()
+        self._retried_at: list[float] = []
+        # group name -> late starts since its last start in time
+        self._late_starts: Counter[str] = Counter()
+        self._stalls: Counter[str] = Counter()
+
+    def stall_factor(self, name: str) -> int:
+        """How many times as long as at first a group may make no progress."""
+        return 2 ** self._stalls[name]
+
+    def note_start(self, name: str) -> None:
+        """Note that a group came up in time."""
+        self._late_starts.pop(name, None)
+
+    def note(self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]) -> RecoveryEvent:
+        """Tear down what could still write before anything else happens, and note the loss."""
         detected_at = time.time()
         tear_down()
         torn_down_s = time.time() - detected_at
@@ -363,7 +398,11 @@ class Supervisor:
         )
         return event
 
-    def _spend_retry(self, loss: WorkerLost, lost: WorkerGroup | None) -> None:
+    def spend_retry(self, loss: WorkerLost, lost: WorkerGroup | None) -> None:
+        """Count a retry, and pause before the group ``lost`` if it started too late.
+
+        Raises RetriesExhausted if there were too many.
+        """
         now = time.monotonic()
         window_s = self._config.retry_window_s
         with self._lock:
@@ -386,7 +425,7 @@ class Supervisor:
                 "worker group %r made no progress for its stall_timeout_s; the next one may take "
                 "%d times as long, in case its calls just take long",
                 lost.name,
-                2 ** self._stalls[lost.name],
+                self.stall_factor(lost.name),
             )
         if lost.started_late:
             self._late_starts[lost.name] += 1

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
-from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
+from .distributed import RankGroup, all_ranks_succeed, get_rank, rank_zero_decides
 from .errors import CheckpointExistsError
 from .files import (
     StrPath,
@@ -28,7 +26,7 @@ from .manifest import require_outside_commits
 
 @contextmanager
 def staged_folder(
-    final: StrPath, group: dist.ProcessGroup | None = None, *, replace: bool = False
+    final: StrPath, group: RankGroup = None, *, replace: bool = False
 ) -> Iterator[Path]:
     """Yield a hidden sibling of ``final`` to write into. Rename it to ``final`` after every rank
     has left the block.

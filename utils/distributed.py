@@ -29,11 +29,14 @@ from .threads import on_daemon_thread
 
 T = TypeVar("T")
 
+RankGroup = dist.ProcessGroup | None
+"""Ranks that act together. None: all ranks."""
+
 WORD_EVERY_S = 1.0
 """Seconds between the messages that tell waiting ranks that slow work still runs."""
 
 
-def get_rank(group: dist.ProcessGroup | None = None) -> int:
+def get_rank(group: RankGroup = None) -> int:
     """Return this process's rank in ``group``, or 0 without torch.distributed.
 
     Raises:
@@ -45,7 +48,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group)
 
 
-def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+def get_world_size(group: RankGroup = None) -> int:
     """Return the number of ranks in ``group``, or 1 without torch.distributed. Raises as `get_rank`
     does.
     """
@@ -54,14 +57,14 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group)
 
 
-def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+def get_group_ranks(group: RankGroup = None) -> list[int]:
     """Return the global ranks of ``group`` in order, or ``[0]`` without torch.distributed."""
     if not _has_ranks(group):
         return [0]
     return dist.get_process_group_ranks(group)
 
 
-def _has_ranks(group: dist.ProcessGroup | None) -> bool:
+def _has_ranks(group: RankGroup) -> bool:
     return group is not None or dist.is_initialized()
 
 
@@ -70,7 +73,7 @@ _control_groups = weakref.WeakKeyDictionary()
 """Maps a group without CPU tensors to its `control_group`. torch.distributed owns both."""
 
 
-def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+def control_group(group: RankGroup = None) -> RankGroup:
     """Return ``group`` if CPU tensors can travel over it, else a gloo group of the same ranks.
 
     The first call for a group creates the gloo group and is a collective of ``group``. It lives
@@ -97,9 +100,7 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
     return control
 
 
-def new_background_group(
-    group: dist.ProcessGroup | None, timeout_s: float | None = None
-) -> dist.ProcessGroup | None:
+def new_background_group(group: RankGroup, timeout_s: float | None = None) -> RankGroup:
     """Create a gloo group of the same ranks for another thread, so that its collectives do not mix
     with those of training.
 
@@ -124,7 +125,7 @@ def new_background_group(
     return background
 
 
-def drop_group(group: dist.ProcessGroup | None) -> None:
+def drop_group(group: RankGroup) -> None:
     """Destroy a group of `new_background_group`, unless it was destroyed together with the default
     group.
     """
@@ -133,9 +134,7 @@ def drop_group(group: dist.ProcessGroup | None) -> None:
             dist.destroy_process_group(group)
 
 
-def gather_numbers(
-    numbers: Sequence[float], group: dist.ProcessGroup | None = None
-) -> list[list[float]]:
+def gather_numbers(numbers: Sequence[float], group: RankGroup = None) -> list[list[float]]:
     """Gather the ``numbers`` of all ranks in rank order, in one collective of a small tensor.
 
     Every rank has the same count. They travel as float64, so integers are exact up to 2**53.
@@ -151,18 +150,18 @@ def gather_numbers(
     return gathered.tolist()
 
 
-def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+def any_rank(flag: bool, group: RankGroup = None) -> bool:
     """Return whether ``flag`` is set on any rank. The result is the same on every rank."""
     flags = gather_numbers([flag], group)
     return any(theirs for (theirs,) in flags)
 
 
-def all_agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+def all_agree(flag: bool, group: RankGroup = None) -> bool:
     """Return whether ``flag`` is set on every rank. The result is the same on every rank."""
     return not any_rank(not flag, group)
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(value: T, group: RankGroup = None) -> list[T]:
     """Gather ``value`` from every rank, in rank order. Each is pickled once and unpickled once per
     rank.
 
@@ -200,7 +199,7 @@ def _unpickled(data: memoryview) -> Any:
         return _Unsent(_why_unsent(error))
 
 
-def _gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[memoryview]:
+def _gather_bytes(data: bytes, group: RankGroup) -> list[memoryview]:
     rows = gather_numbers([len(data)], group)
     sizes = [int(size) for (size,) in rows]
 
@@ -213,7 +212,7 @@ def _gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[memoryvi
 
 
 @contextmanager
-def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def all_ranks_succeed(what: str, group: RankGroup = None) -> Iterator[None]:
     """Run a block on all ranks. If it fails on one rank, it fails on all.
 
     A rank that failed raises its own error. The other ranks raise a `PeerError` that names it. The
@@ -234,7 +233,7 @@ def gather_numbers_of(
     what: str,
     compute: Callable[[], Sequence[float]],
     count: int,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
 ) -> list[list[float]]:
     """Gather the ``count`` numbers that ``compute`` returns on each rank. If it fails on one rank,
     all raise.
@@ -251,9 +250,7 @@ def gather_numbers_of(
     return _gather_unless_failed(what, error, numbers, group)
 
 
-def reduce_flags_of(
-    what: str, compute: Callable[[], int], group: dist.ProcessGroup | None = None
-) -> int:
+def reduce_flags_of(what: str, compute: Callable[[], int], group: RankGroup = None) -> int:
     """Bitwise OR of the flags (below 2**53) that ``compute`` returns on each rank. See
     `gather_numbers_of`.
     """
@@ -265,7 +262,7 @@ def reduce_flags_of(
 
 
 def _gather_unless_failed(
-    what: str, error: Exception | None, numbers: Sequence[float], group: dist.ProcessGroup | None
+    what: str, error: Exception | None, numbers: Sequence[float], group: RankGroup
 ) -> list[list[float]]:
     """Gather numbers and failures in one collective. If any rank failed, gather the errors, and all
     ranks raise.
@@ -297,7 +294,7 @@ def _gather_unless_failed(
 
 
 def all_ranks_succeed_slowly(
-    what: str, work: Callable[[], object], group: dist.ProcessGroup | None = None
+    what: str, work: Callable[[], object], group: RankGroup = None
 ) -> None:
     """Run ``work`` on every rank, however long it takes. If it fails on one rank, it fails on all.
 
@@ -344,7 +341,7 @@ def _report(error: Exception) -> str:
     return f"{kind.__name__}: {error}"
 
 
-def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def rank_zero_decides(decide: Callable[[], T], group: RankGroup = None) -> T:
     """Call ``decide`` on rank 0 of ``group``, and return its result or raise its error on every
     rank.
 
@@ -381,7 +378,7 @@ def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None =
     return result
 
 
-def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def rank_zero_decides_slowly(decide: Callable[[], T], group: RankGroup = None) -> T:
     """Like `rank_zero_decides`, for decisions that may take longer than the timeout of ``group``.
 
     The timeout must be above `WORD_EVERY_S`. Rank 0 works on a daemon thread and tells the others

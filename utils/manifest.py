@@ -49,6 +49,11 @@ manifest.
 DELTA_FILES = "files"
 """Folder in there with the small files that changed."""
 
+Manifest = Mapping[str, Any]
+"""Contents of a manifest."""
+Described = Mapping[str, Any]
+"""Entry of a file in a manifest: ``bytes``, ``digest``, and ``pieces`` if it has any."""
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -86,7 +91,7 @@ def write_entry(folder: StrPath, name: str, data: bytes) -> FileEntry:
     return FileEntry(name, file.bytes, file.digest)
 
 
-def write_manifest(folder: StrPath, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> None:
+def write_manifest(folder: StrPath, entries: Iterable[FileEntry], facts: Manifest) -> None:
     """Write and fsync ``manifest.json`` with all files of the folder and further ``facts`` (step,
     world size ...).
     """
@@ -100,7 +105,7 @@ def write_manifest(folder: StrPath, entries: Iterable[FileEntry], facts: Mapping
     write_durably(Path(folder) / MANIFEST_NAME, encode_manifest(document))
 
 
-def encode_manifest(document: Mapping[str, Any]) -> bytes:
+def encode_manifest(document: Manifest) -> bytes:
     """Encode ``document`` as JSON with a last field ``digest`` of all bytes before it."""
     body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
     return body + _self_checksum(body)
@@ -135,7 +140,7 @@ def _is_committed(folder: Path) -> bool:
     return False
 
 
-def read_manifest(folder: StrPath) -> dict[str, Any]:
+def read_manifest(folder: StrPath) -> Manifest:
     """Read and parse the manifest of a folder.
 
     Raises:
@@ -159,7 +164,7 @@ def manifest_digest(folder: StrPath) -> str:
     return bytes_digest((Path(folder) / MANIFEST_NAME).read_bytes())
 
 
-def parse_manifest(data: bytes, path: StrPath) -> dict[str, Any]:
+def parse_manifest(data: bytes, path: StrPath) -> Manifest:
     """Parse the bytes of a manifest. Errors call the file ``path``. Raises as `read_manifest`."""
     # The digest at the end comes first, so that damage cannot look like another format version.
     body = data[:-_SELF_CHECKSUM_BYTES]
@@ -194,7 +199,7 @@ def parse_manifest(data: bytes, path: StrPath) -> dict[str, Any]:
     return document | {"files": files}
 
 
-def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
+def _parse_entry(name: str, entry: Described) -> FileEntry:
     n_bytes = entry["bytes"]
     digest = entry["digest"]
     numbers = entry.get("pieces")
@@ -214,7 +219,7 @@ def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
     return FileEntry(name, n_bytes, digest, pieces)
 
 
-def check_listing(folder: StrPath) -> dict[str, Any]:
+def check_listing(folder: StrPath) -> Manifest:
     """Compare names and sizes, but not contents, with the manifest, and return the manifest.
 
     The changes in a published version (`has_delta`) are another folder with a manifest, and left
@@ -230,20 +235,20 @@ def check_listing(folder: StrPath) -> dict[str, Any]:
     return manifest
 
 
-def has_delta(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
+def has_delta(manifest: Manifest, names: Collection[str]) -> bool:
     """Whether a folder with this manifest and these files is a published version with changes in
     `DELTA_NAME`.
     """
     return "weight_version" in manifest and f"{DELTA_NAME}/{MANIFEST_NAME}" in names
 
 
-def is_delta_alone(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
+def is_delta_alone(manifest: Manifest, names: Collection[str]) -> bool:
     """Whether it has no files but these changes."""
     tops = {name.partition("/")[0] for name in names}
     return has_delta(manifest, names) and tops == {MANIFEST_NAME, DELTA_NAME}
 
 
-def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: StrPath) -> None:
+def compare_listing(sizes: Mapping[str, int], manifest: Manifest, folder: StrPath) -> None:
     """Do the same with the ``sizes`` of a folder's files, including the manifest."""
     expected = manifest["files"]
     found = set(sizes) - {MANIFEST_NAME}
@@ -289,7 +294,7 @@ def list_files(root: Path) -> dict[str, int]:
     return sizes
 
 
-def verify_folder(folder: StrPath) -> dict[str, Any]:
+def verify_folder(folder: StrPath) -> Manifest:
     """Compare names, sizes and bytes with the manifest, and return the manifest. The same for the
     changes in it.
 
@@ -306,7 +311,7 @@ def verify_folder(folder: StrPath) -> dict[str, Any]:
     return manifest
 
 
-def verify_file(folder: StrPath, name: str, entry: Mapping[str, Any]) -> None:
+def verify_file(folder: StrPath, name: str, entry: Described) -> None:
     """Compare the bytes of one file with its entry in the manifest. Raises as `verify_folder`."""
     digest = described_digest(Path(folder) / name, entry)
     if digest != entry["digest"]:
@@ -315,7 +320,7 @@ def verify_file(folder: StrPath, name: str, entry: Mapping[str, Any]) -> None:
         )
 
 
-def described_digest(path: StrPath, entry: Mapping[str, Any]) -> str:
+def described_digest(path: StrPath, entry: Described) -> str:
     """Digest of a file, of the kind that its entry in a manifest has. Reads a few megabytes at a
     time.
     """

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from .distributed import control_group, gather_numbers, gather_objects, get_world_size
+from .distributed import RankGroup, control_group, gather_numbers, gather_objects, get_world_size
 from .errors import PeerError
 from .files import StrPath, replace_atomically
 from .json_lines import read_lines
@@ -68,7 +68,7 @@ class StatsLogger:
         self._names = list(trackers)
         self._project = project
         self._name = name or self._folder.resolve().name
-        self._logged_step: int | None = None
+        self._logged_step = -1
         self._file: IO[bytes] | None = None
         self._trackers: list[Tracker] = []
 
@@ -143,12 +143,12 @@ class StatsLogger:
 
         # The last step in the file, and the last one that any process has logged.
         last = max((line["step"] for line in lines), default=-1)
-        logged = last
-        if self._logged_step is not None:
-            logged = max(last, self._logged_step)
+        logged = max(last, self._logged_step)
 
         # A line that a crash has torn gets its end, so that the next one starts a new line.
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        torn = False
+        if path.exists():
+            torn = path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = open(path, "ab")  # noqa: SIM115  (close() closes it)
         if torn:
             self._file.write(b"\n")
@@ -161,7 +161,7 @@ class StatsLogger:
             except BaseException:
                 self.close()
                 raise
-        self._logged_step = None
+        self._logged_step = -1
 
     def _open_trackers(self, run: TrackedRun, lines: list[dict[str, Any]]) -> None:
         # Trackers get the steps that they lack.
@@ -197,9 +197,7 @@ def read_stats(path: StrPath) -> list[dict[str, Any]]:
     return list(read_lines(path, "step"))
 
 
-def reduce_stats(
-    sums: Mapping[str, float], group: dist.ProcessGroup | None = None
-) -> dict[str, float]:
+def reduce_stats(sums: Mapping[str, float], group: RankGroup = None) -> dict[str, float]:
     """Sum each named number over the ranks of a group, in float64. Every rank gets all sums.
 
     Costs two small collectives regardless of the number of names: one compares a digest of the
@@ -231,9 +229,9 @@ def _differences(names: list[list[str]]) -> dict[int, str]:
     first, *others = map(set, names)
     errors = {}
     for rank, theirs in enumerate(others, start=1):
-        if theirs != first:
-            lacks = sorted(first - theirs)
-            besides = sorted(theirs - first)
+        lacks = sorted(first - theirs)
+        besides = sorted(theirs - first)
+        if lacks or besides:
             errors[rank] = f"names differ from rank 0: lacks {lacks}, has besides {besides}"
     return errors
 

@@ -196,7 +196,7 @@ def _skip_hole(fd: int, at: int, end: int) -> int:
         return end if error.errno == errno.ENXIO else at
 
 
-def join_payload(head: Mapping[str, Any], body: bytes = b"") -> bytes:
+def join_payload(head: Mapping[str, Any], body: bytes) -> bytes:
     """Return the payload of a record: size of the head (u32), head as JSON, body.
 
     Example::

@@ -135,19 +135,35 @@ class _Trackio:
         self._run.finish()
 
 
-class _Prometheus:
+class _Gauges:
+    """Gauges with the last value of each name. A subclass makes them."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.has_step = run.last_step - 1  # a resumed run shows its last step at once
+        self._run_name = run.name
+        self._gauges: dict[str, Any] = {}
+
+    def _gauge(self, metric: str, about: str) -> Any:
+        raise NotImplementedError
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {"step": step, **values}.items():
+            metric = "holdfast_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            if metric not in self._gauges:
+                self._gauges[metric] = self._gauge(metric, f"{name}, its last value")
+            self._gauges[metric].set(value)
+
+
+class _Prometheus(_Gauges):
     """Gauges for a Prometheus server to scrape, at ``http://127.0.0.1:9464/metrics`` or the
-    ``host:port`` in ``HOLDFAST_PROMETHEUS``. They have the last value of each
-    name.
+    ``host:port`` in ``HOLDFAST_PROMETHEUS``.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self.has_step = run.last_step - 1  # a resumed run shows its last step at once
-        self._run_name = run.name
+        super().__init__(run)
         self._registry = CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
         host, port = _prometheus_address()
         try:
             self._server, _ = start_http_server(port, host, self._registry)
@@ -157,24 +173,20 @@ class _Prometheus:
                 f"{PROMETHEUS_ADDRESS} to another host:port"
             ) from error
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def _gauge(self, metric: str, about: str) -> Any:
         from prometheus_client import Gauge
 
-        for name, value in {"step": step, **values}.items():
-            metric = _metric_name(name)
-            if metric not in self._gauges:
-                gauge = Gauge(metric, _ABOUT.format(name), ["run"], registry=self._registry)
-                self._gauges[metric] = gauge.labels(self._run_name)
-            self._gauges[metric].set(value)
+        gauge = Gauge(metric, about, ["run"], registry=self._registry)
+        return gauge.labels(self._run_name)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-class _RayMetrics:
+class _RayMetrics(_Gauges):
     """Gauges that the node of this process exports, with all other metrics of Ray, as
-    ``ray_holdfast_<name>``. They have the last value of each name, as long as this process lives.
+    ``ray_holdfast_<name>``, as long as this process lives.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -185,28 +197,17 @@ class _RayMetrics:
                 "config key 'trackers' names 'ray_metrics', but this process is not connected to "
                 "Ray; call ray.init() first, or use 'prometheus'"
             )
-        self.has_step = run.last_step - 1  # a resumed run shows its last step at once
-        self._run_name = run.name
-        self._gauges: dict[str, Any] = {}
+        super().__init__(run)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def _gauge(self, metric: str, about: str) -> Any:
         from ray.util.metrics import Gauge
 
-        for name, value in {"step": step, **values}.items():
-            metric = _metric_name(name)
-            if metric not in self._gauges:
-                self._gauges[metric] = Gauge(metric, _ABOUT.format(name), ("run",))
-            self._gauges[metric].set(value, {"run": self._run_name})
+        gauge = Gauge(metric, about, ("run",))
+        gauge.set_default_tags({"run": self._run_name})
+        return gauge
 
     def close(self) -> None:
         pass  # a gauge of Ray cannot be taken back
-
-
-_ABOUT = "{}, its last value"
-
-
-def _metric_name(name: str) -> str:
-    return "holdfast_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def _prometheus_address() -> tuple[str, int]:

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ...utils.distributed import gather_objects, get_rank, get_world_size
+from ...utils.distributed import RankGroup, gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
@@ -80,7 +79,7 @@ class FrozenBase:
     def drop_changed(
         self,
         frozen: Tensors,
-        group: dist.ProcessGroup | None,
+        group: RankGroup,
     ) -> None:
         """Forget parameters that have changed on any rank or are no longer ``frozen``, so that
         checkpoints hold them.
@@ -188,7 +187,7 @@ def check_base(
     frozen: Tensors,
     own: Tensor,
     folder: BaseFolder,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> None:
     """Compare live frozen parameters with the checkpoint ``path``. All ranks of ``group`` call it.
 

@@ -22,10 +22,15 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
+from ...utils.distributed import (
+    RankGroup,
+    all_ranks_succeed,
+    get_rank,
+    get_world_size,
+    rank_zero_decides,
+)
 from ...utils.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from ...utils.files import half_loaded
 from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
@@ -55,7 +60,7 @@ _STATE = f"{ROOT}.{optim.PREFIX}"
 def load_dcp(
     path: PathLike,
     state: DCPState,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     *,
     root: str = ROOT,
 ) -> None:
@@ -169,13 +174,13 @@ class Checkpoint:
     path: Path
     layout: FolderLayout
     unverified: Mapping[str, Mapping[str, Any]]
-    group: dist.ProcessGroup | None
+    group: RankGroup
 
     @classmethod
     def open(
         cls,
         path: PathLike,
-        group: dist.ProcessGroup | None = None,
+        group: RankGroup = None,
     ) -> Self:
         """Open a folder on rank 0 and send its layout to all ranks of ``group``.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ...utils.compat.torch_private import like_sharded, made_sharded
 from ...utils.errors import CheckpointMismatchError, ConfigError
@@ -39,7 +40,7 @@ something in the bits.
 
 
 def tensor_entries(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of the optimizer state: parameter name -> entry -> tensor.
@@ -48,36 +49,38 @@ def tensor_entries(
     ``step``, stay plain.
     """
     found = {}
-    for name, param, state in _states(optimizer, params):
-        entries = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                entries[key] = _as_shard(param, value)
-        if entries:
-            found[name] = entries
+    for name, tensors in _entries(optimizer, params, is_tensor=True).items():
+        found[name] = {key: _as_shard(params[name], value) for key, value in tensors.items()}
     return found
 
 
 def plain_entries(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
 ) -> dict[str, dict[str, Any]]:
     """Return the rest of the optimizer state: parameter name -> entry -> value that is not a
     tensor.
     """
+    return _entries(optimizer, params, is_tensor=False)
+
+
+def _entries(
+    optimizer: Optimizer,
+    params: Parameters,
+    is_tensor: bool,
+) -> dict[str, dict[str, Any]]:
     found = {}
     for name, _, state in _states(optimizer, params):
-        entries = {}
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                entries[key] = value
+        entries = {
+            key: value for key, value in state.items() if isinstance(value, Tensor) == is_tensor
+        }
         if entries:
             found[name] = entries
     return found
 
 
 def local_entries(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
 ) -> dict[str, list[str]]:
     """Parameter name -> names of the entries of its state that are plain tensors of this rank's
@@ -94,7 +97,7 @@ def local_entries(
 
 
 def check_entries(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
 ) -> None:
     """Check that the state can be stored so that every rank gets back its own values.
@@ -157,7 +160,7 @@ def on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 def propose_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
     names: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, Tensor]:
@@ -207,7 +210,7 @@ def propose_state(
 
 
 def adopt_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
     proposed: Mapping[str, Tensor],
     local: Mapping[str, Collection[str]],
@@ -243,7 +246,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _states(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
 ) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Any]]]:
     for name, param in params.items():
@@ -302,7 +305,7 @@ _NESTED = "_schedulers"
 
 
 def describe_groups(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
 ) -> list[dict[str, Any]]:
     """Hyperparameters of each group, and as ``params`` the names of its parameters."""
@@ -327,7 +330,7 @@ def are_named(saved: Groups) -> bool:
 
 
 def check_untrained(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
     saved: Groups,
 ) -> None:
@@ -350,7 +353,7 @@ def check_untrained(
 
 
 def match_groups(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: Parameters,
     saved: Groups,
 ) -> list[int]:

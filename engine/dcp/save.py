@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import (
@@ -33,7 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...utils.atomic_folder import staged_folder
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
+from ...utils.distributed import (
+    RankGroup,
+    all_ranks_succeed,
+    gather_objects,
+    get_rank,
+    is_write_failure,
+)
 from ...utils.errors import CheckpointWriteError, PeerError
 from ...utils.files import DurableFile, as_write_error
 from ...utils.manifest import FileEntry, write_entry, write_manifest
@@ -62,7 +67,7 @@ BLOCK_BYTES = 8 << 20
 def save_dcp(
     path: PathLike,
     state: DCPState | StagedState,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     *,
     replace: bool = False,
 ) -> None:
@@ -102,7 +107,7 @@ def save_dcp(
 def write_dcp(
     folder: PathLike,
     state: DCPState | StagedState,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
 ) -> list[FileEntry]:
     """Write ``state`` into the existing, empty ``folder``. Returns and raises as `DCPSaver.write`
     does.
@@ -132,7 +137,7 @@ class DCPSaver:
         self,
         folder: PathLike,
         values: Mapping[str, Any],
-        group: dist.ProcessGroup | None = None,
+        group: RankGroup = None,
     ) -> list[FileEntry]:
         """Write ``values`` into the existing, empty ``folder`` and fsync the files. All ranks of
         ``group`` call it.
@@ -243,7 +248,7 @@ def _pieces(file: Iterable[Tensor]) -> Iterator[Tensor]:
 @contextmanager
 def _write_together(
     folder: PathLike,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> Iterator[None]:
     """`all_ranks_succeed`, but if only writing failed, all ranks raise a `CheckpointWriteError`."""
     try:
@@ -273,7 +278,7 @@ class Entry(NamedTuple):
 def write_entries(
     folder: PathLike,
     entries: Iterable[Entry],
-    seen: Callable[[str, int, Tensor], None] = lambda name, first, values: None,
+    seen: Callable[[str, int, Tensor], None],
 ) -> list[FileEntry]:
     """Write tensors that are read block by block, in one process, into the existing, empty
     ``folder``.

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import (
+    RankGroup,
     all_ranks_succeed,
     control_group,
     get_group_ranks,
@@ -186,7 +187,7 @@ class Structure:
 
 def describe_state(
     tensors: Tensors,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
     n_peers: int = 1,
 ) -> Structure:
     """The structure of this rank's state. ``n_peers`` is `DCPState.ranks_with_same_data`."""
@@ -244,7 +245,7 @@ def vote_on(
 
 def agree_on(
     vote: Tensor,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> bool:
     """Whether all ranks have one structure and know each other's shards. One small all-reduce."""
     if get_world_size(group) == 1:
@@ -321,7 +322,7 @@ def plan_alone(
 
 def plan_together(
     values: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> RankSavePlan:
     """Agree on a plan for nested dicts of tensors that may differ by rank. All ranks of ``group``
     call it.
@@ -561,7 +562,7 @@ def _lay_out(
 
 def _gather(
     local: SavePlan,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> list[SavePlan]:
     if get_world_size(group) == 1:
         return [local]
@@ -574,7 +575,7 @@ def _gather(
 
 def _scatter(
     plans: list[RankSavePlan],
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> RankSavePlan:
     if get_world_size(group) == 1:
         return plans[0]

@@ -20,19 +20,20 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...utils.compat.torch_private import without_compile
-from ...utils.distributed import get_rank
+from ...utils.distributed import RankGroup, get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng
-from ..api import Stateful
+from ..api import StateDict, Stateful
 from ..lora.adapters import adapter_settings, check_settings, describe_adapters, restore_merged
 from ..memory.offloaded import MODEL, require_onloaded, with_host_copies
 from ..memory.tensors import (
@@ -162,13 +163,13 @@ class DCPState(TorchStateful):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
         counters: Stateful | None = None,
         *,
         trainable_only: bool | Collection[str] = False,
         base: BaseFolder | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: RankGroup = None,
         changes_only_in_step: bool = False,
         ranks_with_same_data: int = 1,
         rng: RngState | None = None,
@@ -259,7 +260,7 @@ class DCPState(TorchStateful):
         return state
 
     @normal_tensors()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Live tensors, or the host copies of offloaded ones, nested, under these names:
 
         - ``model``, and ``module_state`` if there is any (see `module_state`).
@@ -305,7 +306,7 @@ class DCPState(TorchStateful):
             state |= self._training_state(self.optimizer)
         return state
 
-    def _training_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _training_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The part of `state_dict` that a state with an optimizer has."""
         # State exists before the first step, so that every folder has the same names.
         materialize_state(optimizer)
@@ -332,7 +333,7 @@ class DCPState(TorchStateful):
         return state
 
     @normal_tensors()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a state: copy tensors into the live ones, then restore schedule, counters and
         generators.
 
@@ -466,7 +467,7 @@ class DCPState(TorchStateful):
 
     def _check_optimizer(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         values: SavedValues,
     ) -> None:
         """Check the values of the optimizer, and bring saved groups to the order of its groups."""

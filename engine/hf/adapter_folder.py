@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import as_write_error, staged_folder
-from ...utils.distributed import all_ranks_succeed, get_rank
+from ...utils.distributed import RankGroup, all_ranks_succeed, get_rank
 from ...utils.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -51,7 +50,7 @@ def save_adapters(
     path: StrPath,
     options: HFExportOptions,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
 ) -> None:
     """Write the adapters of a model as a new PEFT folder. Every rank of ``group`` calls this.
 
@@ -80,7 +79,7 @@ def write_adapters(
     folder: Path,
     options: HFExportOptions,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup,
 ) -> list[str]:
     """Write the files of `save_adapters` into a folder that the caller commits. Returns the files
     to describe.
@@ -218,7 +217,7 @@ def load_adapters(
     model: PreTrainedModel,
     path: StrPath,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
 ) -> None:
     """Load a PEFT folder into the adapters of a model: ``load_adapters(model,
     "exports/step_100")``, on every rank.

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.distributed import (
+    RankGroup,
     all_ranks_succeed,
     control_group,
     gather_objects,
@@ -139,7 +140,7 @@ class WeightGatherer:
         model: PreTrainedModel,
         options: HFExportOptions,
         limit_bytes: int,
-        group: dist.ProcessGroup | None,
+        group: RankGroup,
     ) -> None:
         with all_ranks_succeed("preparing to send weights", group):
             self._plan = plan_export(model, options, get_group_ranks(group))

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
 from ...utils.distributed import (
+    RankGroup,
     all_ranks_succeed,
     gather_numbers,
     gather_objects,
@@ -182,7 +182,7 @@ class DeltaPublication:
         final: Path,
         version: int,
         anchor_interval: int,
-        group: dist.ProcessGroup | None,
+        group: RankGroup,
     ) -> None:
         self._copy = copy
         self._final = final

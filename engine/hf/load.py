@@ -15,12 +15,17 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.compat.transformers_private import set_conversions
-from ...utils.distributed import all_ranks_succeed, get_group_ranks, get_rank, get_world_size
+from ...utils.distributed import (
+    RankGroup,
+    all_ranks_succeed,
+    get_group_ranks,
+    get_rank,
+    get_world_size,
+)
 from ...utils.errors import CheckpointMismatchError
 from ...utils.files import StrPath, half_loaded
 from ...utils.remote import FETCH_FIRST, require_local
@@ -41,7 +46,7 @@ def load_hf(
     model: PreTrainedModel,
     path: StrPath,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
 ) -> list[str]:
@@ -120,7 +125,7 @@ def load_hf(
 def names_as_in(
     folder: Path,
     model: PreTrainedModel,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> set[str]:
     """The ``state_dict`` keys whose values on this rank are bit for bit the values that `load_hf`
     would read.
@@ -275,7 +280,7 @@ def _compare_copies(
     reader: WeightReader,
     slots: Slots,
     copies: Sequence[tuple[FileTensor, FileTensor]],
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> None:
     """Refuse a folder whose copies of a tied weight differ. Every rank compares an equal share."""
     for tensor, copy in copies:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import (
+    RankGroup,
     all_ranks_succeed,
     all_ranks_succeed_slowly,
     gather_objects,
@@ -76,7 +76,7 @@ def save_hf(
     model: PreTrainedModel,
     path: StrPath,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     processor: Any = None,
@@ -132,7 +132,7 @@ def export_hf(
     path: StrPath,
     options: HFExportOptions,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup,
 ) -> None:
     """`save_hf` with its options in one object."""
     folder = local_folder(path)
@@ -147,7 +147,7 @@ def _export_to_url(
     model: PreTrainedModel,
     url: str,
     options: HFExportOptions,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> None:
     started = time.monotonic()
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
@@ -190,7 +190,7 @@ def write_hf(
     folder: Path,
     options: HFExportOptions,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     share_bytes: int | None = None,
     open_writer: Callable[[Path, Layout], WeightWriter] = _open_writer,
 ) -> list[FileEntry]:
@@ -308,7 +308,7 @@ def _write_planned(
     folder: Path,
     options: HFExportOptions,
     files: WeightWriter,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> list[FileEntry]:
     rank = get_rank(group)
     layout = plan.layout
@@ -340,7 +340,7 @@ def _write_planned(
 def _describe(
     layout: Layout,
     files: WeightWriter,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> list[FileEntry]:
     """The entries of this rank's share of the weight files. All ranks exchange the digests of their
     pieces.
@@ -363,7 +363,7 @@ def _write_gathered(
     model: PreTrainedModel,
     plan: ExportPlan,
     merged: MergedWeights,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> None:
     """Gather the tensors that need it, write an equal share of each on every rank, and sync all
     files.
@@ -388,9 +388,7 @@ def _write_gathered(
         files.sync()
 
 
-def full_state_dict(
-    model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
-) -> dict[str, Tensor]:
+def full_state_dict(model: torch.nn.Module, *, group: RankGroup = None) -> dict[str, Tensor]:
     """Gather the whole model on the CPU of rank 0, one tensor at a time. Every rank of ``group``
     calls this.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...utils.distributed import gather_numbers
+from ...utils.distributed import RankGroup, gather_numbers
 from ..lora.adapters import Adapter, plain_adapters
 from ..memory.tensors import Box, copy_number, local_box, local_tensor, row_major
 from .tensor_origins import FileTensor, Span
@@ -393,7 +393,7 @@ def plan_transfers(
     return TransferPlan(tensors, parts, direct, list(groups.values()))
 
 
-def whole_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def whole_tensor(tensor: Tensor, group: RankGroup = None) -> Tensor:
     """Copy the whole tensor to new memory on the CPU.
 
     A collective over the mesh of the tensor, or over ``group``: gloo, with all ranks of the mesh.
@@ -457,7 +457,7 @@ class MergedWeights:
     def __init__(
         self,
         model: nn.Module,
-        group: dist.ProcessGroup | None = None,
+        group: RankGroup = None,
     ) -> None:
         self._group = group
         self._adapters: dict[str, list[Adapter]] = {}

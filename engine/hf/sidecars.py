@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ...utils.compat.transformers_private import custom_object_save
-from ...utils.distributed import all_ranks_succeed, rank_zero_decides
+from ...utils.distributed import RankGroup, all_ranks_succeed, rank_zero_decides
 from ...utils.errors import CheckpointNotFoundError
 from ...utils.files import StrPath, fsync_file, walk_files, write_durably
 from ...utils.logging import get_logger
@@ -112,7 +111,7 @@ def write_sidecars(
 def adopt_base(
     model: PreTrainedModel,
     folder: StrPath,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
 ) -> torch.dtype:
     """Give a model the generation config of its folder, as in ``from_pretrained``. Every rank of
     ``group`` calls this.

@@ -17,10 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-import torch.distributed as dist
-
 from ...utils.atomic_folder import open_staging
-from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
+from ...utils.distributed import RankGroup, all_ranks_succeed, get_rank, rank_zero_decides
 from ...utils.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -52,7 +50,7 @@ def staging_folder(
     url: str,
     needed_bytes: int,
     parent: StrPath | None,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> Iterator[Path]:
     """Yield an empty folder that has room for an export to ``url`` and that all ranks see. Remove
     it at the end.

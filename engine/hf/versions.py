@@ -15,17 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import staged_folder
-from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
+from ...utils.distributed import (
+    RankGroup,
+    all_ranks_succeed,
+    gather_objects,
+    get_rank,
+    rank_zero_decides,
+)
 from ...utils.files import StrPath, as_write_error, remove_or_log
 from ...utils.logging import get_logger
 from ...utils.manifest import (
     DELTA_FILES,
     DELTA_NAME,
     FileEntry,
+    Manifest,
     file_entries,
     manifest_digest,
     read_manifest,
@@ -80,7 +86,7 @@ def write_version(
     model: PreTrainedModel,
     meta: WeightUpdateMeta,
     version: int,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     *,
     weights: bool = True,
     base_model_path: str | None = None,
@@ -165,7 +171,7 @@ def _write_files(
     model: PreTrainedModel,
     folder: Path,
     meta: WeightUpdateMeta,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
     base_model_path: str | None,
     base_dtype: torch.dtype | None,
     delta: DeltaPublication | None,
@@ -197,7 +203,7 @@ def _write_files(
     return entries, changes
 
 
-def holds_adapters(manifest: Mapping[str, Any]) -> bool:
+def holds_adapters(manifest: Manifest) -> bool:
     """Whether a published folder with this manifest holds adapters alone."""
     return WEIGHTS in manifest["files"]
 

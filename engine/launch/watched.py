@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from ...utils.config import require_range
+from ...utils.config import require_at_least
 from ...utils.errors import ServerError
 from ...utils.logging import get_logger
 from ...utils.threads import on_daemon_thread
@@ -60,9 +60,14 @@ class WatchLimits:
     stop_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        require_range("max_restarts", self.max_restarts, low=0)
-        for name in ("start_timeout_s", "restart_window_s", "hang_timeout_s", "stop_timeout_s"):
-            require_range(name, getattr(self, name), low=0.01)
+        require_at_least(
+            self,
+            max_restarts=0,
+            start_timeout_s=0.01,
+            restart_window_s=0.01,
+            hang_timeout_s=0.01,
+            stop_timeout_s=0.01,
+        )
 
 
 class ProcessState(StrEnum):

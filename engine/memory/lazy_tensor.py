@@ -53,7 +53,9 @@ class LazyTensor:
             # The last block is the end of the reading.
             if not shape or last >= shape[0]:
                 kept.clear()
-            return whole[first:last] if shape else whole
+            if not shape:
+                return whole
+            return whole[first:last]
 
         return cls(shape, dtype, rows)
 
@@ -86,15 +88,22 @@ class LazyTensor:
         """First element and values of consecutive blocks of rows, contiguous, of about
         `BLOCK_BYTES` each.
         """
-        if not self.shape:
-            yield 0, self.rows(0, 1).contiguous()
-            return
         if not self.numel:
             return
+        for first, last in self.row_blocks(BLOCK_BYTES):
+            values = self.rows(first, last)
+            yield first * self.row_elements, values.contiguous()
 
-        # At least one row at a time.
+    def row_blocks(self, n_bytes: int) -> Iterator[tuple[int, int]]:
+        """First row, and one after the last, of consecutive blocks of about ``n_bytes``, at least
+        one row. A scalar is one block.
+        """
+        n_rows = 1
+        if self.shape:
+            n_rows = self.shape[0]
+
         row_bytes = self.row_elements * self.dtype.itemsize
-        step = max(1, BLOCK_BYTES // row_bytes)
-        for first in range(0, self.shape[0], step):
-            last = min(first + step, self.shape[0])
-            yield first * self.row_elements, self.rows(first, last).contiguous()
+        step = max(1, n_bytes // row_bytes)
+        for first in range(0, n_rows, step):
+            last = min(first + step, n_rows)
+            yield first, last

@@ -68,7 +68,7 @@ def weights_on_host(model: nn.Module) -> dict[str, Tensor]:
 def with_host_copies(
     model: nn.Module,
     nested: Mapping[str, Any],
-    prefix: str = "",
+    prefix: str,
 ) -> dict[str, Any]:
     """``nested`` mappings of tensors of ``model``, with copies in place of offloaded tensors."""
     away = tensors_away(model)

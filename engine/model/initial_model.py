@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...utils.compat.transformers_private import conversions_of, set_conversions
-from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
+from ...utils.distributed import RankGroup, all_ranks_succeed, get_rank, rank_zero_decides
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.remote import FETCH_FIRST, require_local
@@ -177,7 +176,7 @@ def build_initial_model(
     return model, head, replay
 
 
-def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:
+def base_of(config: TrainEngineConfig, folder: Path, group: RankGroup) -> BaseFolder:
     """The source of the frozen weights of an engine's model, as rank 0 sees it. Every rank calls
     this.
     """
@@ -187,7 +186,7 @@ def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | 
     return BaseFolder(config.path, index)
 
 
-def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> None:
+def _import_code(config: TrainEngineConfig, group: RankGroup) -> None:
     """Let one rank per node copy the code of the model to where transformers imports it from,
     before the others do.
     """
@@ -201,7 +200,7 @@ def load_weights(
     model: PreTrainedModel,
     folder: str | Path,
     config: TrainEngineConfig,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> list[str]:
     """`load_hf` into an engine's model. If a critic loads a causal language model, its value head
     keeps its values.

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-from ...utils.config import require_choice, require_numbers, require_range
+from ...utils.config import (
+    require_at_least,
+    require_choice,
+    require_numbers,
+    require_range,
+)
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from .losses import LOSS_AGG_MODES
@@ -43,8 +48,7 @@ class NormConfig:
         require_numbers(self)
         require_choice("mean_level", self.mean_level, LEVELS)
         require_choice("std_level", self.std_level, LEVELS)
-        require_range("eps", self.eps, low=0.0)
-        require_range("group_size", self.group_size, low=1)
+        require_at_least(self, eps=0.0, group_size=1)
 
 
 @dataclass
@@ -215,13 +219,13 @@ class PPOActorConfig(TrainEngineConfig):
             "ppo_kl_coef",
             "distill_loss_weight",
             "rl_loss_weight",
+            "overlong_penalty_factor",
         ):
             require_range(key, getattr(self, key), low=0.0)
-        require_range("c_clip", self.c_clip, low=1.0)
+        require_at_least(self, c_clip=1.0)
         require_range(
             "overlong_tokens", self.overlong_tokens, low=1, high=self.max_new_tokens or float("inf")
         )
-        require_range("overlong_penalty_factor", self.overlong_penalty_factor, low=0.0)
         require_choice("kl_estimator", self.kl_estimator, (None, *KL_ESTIMATORS))
         require_choice("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
         require_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
@@ -403,8 +407,7 @@ class PPOCriticConfig(TrainEngineConfig):
             )
         require_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
         _check_scale_factor(self.loss_agg_mode, self.loss_scale_factor)
-        require_range("ppo_n_minibatches", self.ppo_n_minibatches, low=1)
-        require_range("eps_clip", self.eps_clip, low=0.0)
+        require_at_least(self, ppo_n_minibatches=1, eps_clip=0.0)
 
 
 def _check_scale_factor(mode: str, factor: float | None) -> None:

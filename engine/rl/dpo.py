@@ -1,6 +1,7 @@
 """Direct preference optimization on top of any `TrainEngine`."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,14 +87,12 @@ class DPO:
             BatchError: see `require_pairs`. Or no pair counts on any rank.
         """
         pairs = self._checked(batch)
-        stats = PairStats()
-        return train_pairs(self.engine, pairs, dpo_loss_fn(self.config, stats), stats)
+        return train_pairs(self.engine, pairs, partial(dpo_loss_fn, self.config))
 
     def evaluate_dpo(self, batch: Batch) -> dict[str, float]:
         """``loss`` and the statistics of `train_dpo`, without a step."""
         pairs = self._checked(batch)
-        stats = PairStats()
-        return evaluate_pairs(self.engine, pairs, dpo_loss_fn(self.config, stats), stats)
+        return evaluate_pairs(self.engine, pairs, partial(dpo_loss_fn, self.config))
 
     def _checked(self, batch: Batch) -> Batch:
         hint = "compute_logp of the reference policy must give it"

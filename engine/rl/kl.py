@@ -2,11 +2,10 @@
 near a target.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ..api import StateDict
 from .losses import MAX_LOG_RATIO, Stats, masked
 
 
@@ -19,11 +18,11 @@ class FixedKLController:
     def update(self, kl: float, n: int) -> None:
         """Do nothing. See `AdaptiveKLController.update`."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The coefficient."""
         return {"value": self.value}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the coefficient."""
         self.value = float(state_dict["value"])
 

@@ -93,7 +93,7 @@ Training", 2025.
 def with_loss_weights(
     batch: Batch,
     mode: str,
-    loss_scale_factor: float | None = None,
+    loss_scale_factor: float | None,
 ) -> Batch:
     """Return the batch with ``loss_weights`` and ``loss_counts``, ``[B, S]`` float32, 0 outside its
     ``loss_mask``.

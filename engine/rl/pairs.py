@@ -5,7 +5,7 @@ micro-batch separates them, and the loss raises an error if one does. A pair wit
 tokens does not count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -142,20 +142,20 @@ class PairStats(TokenStats):
 def train_pairs(
     engine: TrainEngine,
     batch: Batch,
-    loss_fn: LossFn,
-    stats: PairStats,
+    loss_fn_of: Callable[[PairStats], LossFn],
 ) -> dict[str, float]:
     """Take one optimizer step on a batch of `require_pairs`. Return its result and statistics."""
-    result = engine.train_batch(batch, loss_fn, count_pairs)
+    stats = PairStats()
+    result = engine.train_batch(batch, loss_fn_of(stats), count_pairs)
     return {**result, **stats.of_ranks(engine)}
 
 
 def evaluate_pairs(
     engine: TrainEngine,
     batch: Batch,
-    loss_fn: LossFn,
-    stats: PairStats,
+    loss_fn_of: Callable[[PairStats], LossFn],
 ) -> dict[str, float]:
     """``loss`` without a step, and the statistics."""
-    loss = float(engine.eval_batch(batch, loss_fn, count_pairs))
+    stats = PairStats()
+    loss = float(engine.eval_batch(batch, loss_fn_of(stats), count_pairs))
     return {"loss": loss, **stats.of_ranks(engine)}

@@ -63,14 +63,12 @@ class RewardModel:
             BatchError: see `require_pairs`. Or no pair counts on any rank.
         """
         pairs = require_pairs(self.engine, batch)
-        stats = PairStats()
-        return train_pairs(self.engine, pairs, rw_loss_fn(stats), stats)
+        return train_pairs(self.engine, pairs, rw_loss_fn)
 
     def evaluate_rw(self, batch: Batch) -> dict[str, float]:
         """``loss`` and the statistics of `train_rw`, without a step."""
         pairs = require_pairs(self.engine, batch)
-        stats = PairStats()
-        return evaluate_pairs(self.engine, pairs, rw_loss_fn(stats), stats)
+        return evaluate_pairs(self.engine, pairs, rw_loss_fn)
 
 
 def rw_loss_fn(stats: PairStats) -> LossFn:

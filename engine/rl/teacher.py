@@ -28,7 +28,7 @@ from ...utils.errors import (
     SlowServerError,
 )
 from ...utils.logging import get_logger
-from ..api import Batch, TrainEngine
+from ..api import Batch, StateDict, TrainEngine
 from ..dcp.base_model import base_fingerprint, sample_base
 from ..memory.offloaded import MODEL, with_host_copies
 from ..memory.tensors import by_clean_name
@@ -279,11 +279,11 @@ class KnownTeacher:
         self._identity = identity
         self._allow_other = allow_other
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The identity."""
         return self._identity
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def check_state_dict(self, state_dict: StateDict) -> None:
         """Raise CheckpointMismatchError if the generation is of another teacher."""
         if state_dict["fingerprint"] == self._identity["fingerprint"]:
             return
@@ -298,7 +298,7 @@ class KnownTeacher:
             )
         logger.warning("%s, as 'allow_other_teacher' allows", differ)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep the own identity, which the next generation has."""
 
 

@@ -26,8 +26,14 @@ logger = get_logger(__name__)
 _CONTEXT = multiprocessing.get_context("forkserver")
 # libraries whose import takes seconds
 _LARGE = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
-# pickle raises one of these, depending on the object
-_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+UNPICKLABLE = (
+    pickle.PicklingError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    RecursionError,
+)
+"""Errors of pickle, which raises one of these, depending on the object."""
 _ATTEMPTS = 2
 # time limit for a process to start and to import the function
 _START_S = 120.0
@@ -80,7 +86,7 @@ class CallPool:
         self._require_open()
         try:
             work = pickle.dumps((fn, args, kwargs))
-        except _UNPICKLABLE as error:
+        except UNPICKLABLE as error:
             raise ConfigError(
                 f"{fn} or its arguments cannot be sent to another process: {error}"
             ) from error

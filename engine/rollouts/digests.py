@@ -16,15 +16,6 @@ from torch import Tensor
 
 from ..servers.api import ModelRequest
 
-UNPICKLABLE = (
-    pickle.PicklingError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    RecursionError,
-)
-"""Errors of `call_digest`: pickle raises one of these, depending on the object."""
-
 
 def request_digest(request: ModelRequest) -> str:
     """Digest of everything that a server samples from: token ids, parameters, an explicit seed, and
@@ -61,7 +52,7 @@ def call_digest(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Digest of the function's name and its arguments. Raises one of `UNPICKLABLE`."""
+    """Digest of the function's name and its arguments. Raises one of `call_pool.UNPICKLABLE`."""
     name = getattr(fn, "__qualname__", None)
     if name is None:
         # such as a partial, which is known by its parts

@@ -40,7 +40,7 @@ from ...utils.errors import (
 from ...utils.heartbeat import beating
 from ...utils.logging import get_logger
 from ...utils.record_log import NO_PARENT, RecordLog
-from ..api import Batch
+from ..api import Batch, StateDict
 from ..servers.api import ObservableServer, labelled_version
 from ..training.batch import images_of, map_tensors, with_images
 from .config import RolloutConfig
@@ -315,7 +315,7 @@ class RolloutExecutor:
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The ledger, with the trajectories of at most ``max_head_offpolicyness`` + 1 steps.
 
         It also has the records of tickets that are not finished, and the id of the log that has the
@@ -330,7 +330,7 @@ class RolloutExecutor:
                 state[_LOG] = self._log.id
             return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a ledger before the first `set_version`, which starts its unfinished tickets and
         the too stale ones. Records of unfinished tickets are used again.
 

@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from ...utils.errors import BatchError, CheckpointMismatchError, ConfigError
+from ..api import StateDict
 from ..training.batch import IMAGES, with_images
 from .trajectory import (
     IMAGE_DIGEST,
@@ -213,7 +214,7 @@ class Ledger:
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The ledger in plain values. Trajectories are not copied, because they never change.
 
         Images that can be made again are left out (`IMAGE_DIGEST`).
@@ -233,7 +234,7 @@ class Ledger:
             state["tickets"].append(saved)
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a state, or raise CheckpointMismatchError and leave the ledger unchanged."""
         what = "the state of the rollouts"
         if not isinstance(state_dict, dict) or state_dict.get("format") != _FORMAT:

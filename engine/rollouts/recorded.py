@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.plain_values import from_plain_json, plain_json
 from ...utils.record_log import RecordLog, join_payload, split_payload
-from ..servers.api import ModelRequest, ModelResponse, StopReason, labelled_version
+from ..servers.api import STOP_REASONS, ModelRequest, ModelResponse, labelled_version
 
 logger = get_logger(__name__)
 
@@ -36,7 +36,6 @@ _SIZE = struct.Struct("<I")  # of a record in a state, in bytes
 _TOKENS = np.dtype("<u4")
 _NARROW = np.dtype("<f4")
 _WIDE = np.dtype("<f8")
-_STOP_REASONS = ("stop", "length")
 _ROUTE_BYTES = {"uint8": 1, "int16": 2}
 
 
@@ -143,13 +142,7 @@ class Record:
         head: dict[str, Any],
         body: bytes,
     ) -> "Record":
-        found_by = {
-            "ticket": place.ticket,
-            "key": place.key,
-            "nth": place.nth,
-            "kind": place.kind,
-        }
-        head = {**found_by, **head}
+        head = {**place._asdict(), **head}
         return cls(place, head, join_payload(head, body))
 
     @classmethod
@@ -205,7 +198,7 @@ class Record:
             np.frombuffer(body, _TOKENS, n_tokens).tolist(),
             np.frombuffer(body, kind, n_tokens, n_tokens * _TOKENS.itemsize).tolist(),
             versions,
-            cast(StopReason, self.head["stop"]),
+            self.head["stop"],
             routes,
         )
 
@@ -225,7 +218,7 @@ def _check_answer(head: Mapping[str, Any], n_bytes: int) -> None:
     labels = head.get("labels")
     if not isinstance(labels, dict) or not set(map(type, labels.values())) <= {str}:
         raise ValueError(f"its labels are {labels!r:.80}")
-    if head.get("stop") not in _STOP_REASONS or not isinstance(head.get("wide"), bool):
+    if head.get("stop") not in STOP_REASONS or not isinstance(head.get("wide"), bool):
         raise ValueError("it does not say why the answer ended, or how wide its numbers are")
 
     # Runs of versions cover all tokens, and the body has a number of each kind for each.

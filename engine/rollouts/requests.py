@@ -28,8 +28,9 @@ from ...utils.errors import (
 from ...utils.logging import get_logger
 from ...utils.stopping import require_no_stop
 from ..servers.api import GenerationServer, ModelRequest, ModelResponse, TimeoutCounter
+from .call_pool import UNPICKLABLE
 from .config import RolloutConfig
-from .digests import UNPICKLABLE, call_digest, request_digest
+from .digests import call_digest, request_digest
 from .ledger import Ticket, derive_seed
 from .recorded import Bounds, Kind, Place, Record, Recorded
 

@@ -7,7 +7,7 @@ and a resume sets the others to the same position.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from torch.profiler import record_function
 
@@ -20,7 +20,7 @@ from ...utils.distributed import (
     rank_zero_decides_slowly,
 )
 from ...utils.record_log import RecordLog
-from ..api import Batch, TrainEngine
+from ..api import Batch, StateDict, TrainEngine
 from .executor import RolloutExecutor
 from .trajectory import concat_trajectories
 
@@ -98,13 +98,13 @@ class SharedRollouts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The ledger on rank 0, an empty dict on other ranks."""
         if self._executor is None:
             return {}
         return self._executor.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """See `RolloutExecutor.load_state_dict`. Only rank 0 reads the state."""
         if self._executor is not None:
             self._executor.load_state_dict(state_dict)

@@ -9,17 +9,18 @@ import base64
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 import numpy as np
 
-from ...utils.config import require_numbers, require_range
+from ...utils.config import require_at_least, require_numbers, require_range
 from ...utils.files import StrPath
 from ...utils.manifest import manifest_digest
 
 S_co = TypeVar("S_co", bound="InferenceServer", covariant=True)
 StopReason = Literal["stop", "length"]
 """Reason for the end of a response: a stop token, or ``max_new_tokens``."""
+STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,9 @@ class GenerationHyperparameters:
 
     def __post_init__(self) -> None:
         require_numbers(self)
-        require_range("n_samples", self.n_samples, low=1)
-        require_range("max_new_tokens", self.max_new_tokens, low=1)
+        require_at_least(self, n_samples=1, max_new_tokens=1, temperature=0.0, top_k=0)
         require_range("min_new_tokens", self.min_new_tokens, low=0, high=self.max_new_tokens)
-        require_range("temperature", self.temperature, low=0.0)
         require_range("top_p", self.top_p, low=0.0, high=1.0)
-        require_range("top_k", self.top_k, low=0)
 
     def within(self, room: int) -> "GenerationHyperparameters":
         """The same for a completion that has room for this many tokens."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import ClassVar
 
-from ...utils.config import require_choice, require_range
+from ...utils.config import require_at_least, require_choice
 from ...utils.errors import (
     BusyServerError,
     CheckpointError,
@@ -71,8 +71,8 @@ from .content_check import (
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, readable, require_server_url
 from .routes import START, with_routes
-from .server_calls import ServerCalls
-from .sleep import TAGS, Sleep, SleepCalls, Sleeping
+from .server_calls import SleepingCalls
+from .sleep import TAGS, Sleep
 from .stream import BucketReader
 
 logger = get_logger(__name__)
@@ -97,7 +97,7 @@ _UNLOADED = (
 
 
 @dataclass(eq=False, repr=False)
-class ServerClient(ServerCalls):
+class ServerClient(SleepingCalls):
     """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling
     keeps only these. ``connections`` has the requests in flight.
 
@@ -139,25 +139,13 @@ class ServerClient(ServerCalls):
             raise ConfigError(
                 f"{self.name} is given with a user and with an api_key, but one header carries both"
             )
-        for key in ("timeout_s", "status_timeout_s", "generation_timeout_s"):
-            require_range(key, getattr(self, key), low=1e-3)
+        require_at_least(self, timeout_s=1e-3, status_timeout_s=1e-3, generation_timeout_s=1e-3)
         require_choice("dtype", self.dtype, (None, *DTYPES))
 
         # Updates, one at a time.
         self._seconds: Mapping[str, float] = {}
         self._updating = Lock()
         self._allowed_s = _UPDATE_TIMEOUT_S
-        self._sleeping = Sleeping(
-            SleepCalls(
-                keeps_weights=self._keeps_weights,
-                read_sleep=self._read_sleep,
-                is_paused=self._is_paused,
-                put_to_sleep=self._put_to_sleep,
-                wake=self._wake,
-                set_label=self._set_label,
-                go_on=self._go_on,
-            )
-        )
         self._group = KeptGroup()
 
         # Results of the content checks so far, and warnings that are logged once.
@@ -216,7 +204,7 @@ class ServerClient(ServerCalls):
         asleep = Sleep.read(self._label(calls))
         sleeps = bool(asleep.tags)
         paused = self._is_paused(calls)
-        self._sleeping.seen = sleeps
+        self._sleeps = sleeps
 
         # The name that a server gives its weights at its start says nothing.
         label: str | None = asleep.weights
@@ -375,7 +363,7 @@ class ServerClient(ServerCalls):
         """
         require_choice("level", level, (1, 2))
         with self._exclusive(", told to sleep", ServerError) as calls:
-            self._sleeping.fall_asleep(calls, level)
+            self._fall_asleep(calls, level)
 
     def wake_up(self, tags: Collection[str] = TAGS) -> None:
         """Have the server take memory back. With its KV cache it goes on with requests, by the
@@ -393,7 +381,7 @@ class ServerClient(ServerCalls):
         for tag in tags:
             require_choice("tags", tag, TAGS)
         with self._exclusive(", told to wake up", ServerError) as calls:
-            self._sleeping.wake_up(calls, tags)
+            self._wake_up(calls, tags)
 
     # Parts of these operations
 
@@ -431,7 +419,7 @@ class ServerClient(ServerCalls):
     def _require_base(self, calls: Calls) -> None:
         status = self._status(calls)
         if status.label is None and status.asleep:
-            self._sleeping.wake_up(calls)
+            self._wake_up(calls)
             status = self._status(calls)
         if status.label is not None:
             raise calls.refuse(
@@ -730,9 +718,9 @@ class ServerClient(ServerCalls):
                 published weights.
         """
         # Another process may have woken the server since this client last asked.
-        if self._sleeping.seen:
+        if self._sleeps:
             await asyncio.to_thread(self.status)
-        if self._sleeping.seen:
+        if self._sleeps:
             raise BusyServerError(f"{self.name} sleeps, and takes requests after it was woken up")
 
         # The adapter stays loaded until the answer is there.
@@ -774,9 +762,7 @@ class ServerClient(ServerCalls):
         except ServerError as error:
             logger.warning("%s does not say how long a prompt may be: %s", self.name, error)
             models = {}
-        limits = stated_limits(models, self._vocab_size, self._kept_free)
-        self._limits = limits
-        return limits
+        return self._note_limits(models)
 
     # Scores of given tokens
 
@@ -805,7 +791,10 @@ class ServerClient(ServerCalls):
             return self._prompt_logprobs(calls, input_ids)
 
     def _read_limits(self, calls: Calls) -> PromptLimits:
-        limits = stated_limits(self._models(calls), self._vocab_size, self._kept_free)
+        return self._note_limits(self._models(calls))
+
+    def _note_limits(self, models: Json) -> PromptLimits:
+        limits = stated_limits(models, self._vocab_size, self._kept_free)
         self._limits = limits
         return limits
 

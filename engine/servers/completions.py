@@ -14,7 +14,13 @@ from typing import Any
 from ...utils.errors import PromptError
 from ..model_folder import read_raw_config
 from .adapters import adapter_label
-from .api import GenerationHyperparameters, ModelRequest, ModelResponse, labelled_version
+from .api import (
+    STOP_REASONS,
+    GenerationHyperparameters,
+    ModelRequest,
+    ModelResponse,
+    labelled_version,
+)
 
 _SHOWN_IDS = 8
 
@@ -43,8 +49,8 @@ class PromptLimits:
             )
 
         # Token ids that the model does not have.
-        self._require_known(ids, f"{what} has", "token ids")
-        self._require_known(request.gconfig.stop_token_ids, f"{what} has", "stop_token_ids")
+        self._require_known(ids, what, "token ids")
+        self._require_known(request.gconfig.stop_token_ids, what, "stop_token_ids")
 
         # A prompt that fills the context.
         if self.max_tokens is None:
@@ -60,14 +66,14 @@ class PromptLimits:
             )
         return replace(request, gconfig=request.gconfig.within(room))
 
-    def _require_known(self, ids: Sequence[int], has: str, name: str) -> None:
+    def _require_known(self, ids: Sequence[int], what: str, name: str) -> None:
         for place, found in enumerate(ids):
             is_id = isinstance(found, int) and found >= 0
             if is_id and (self.vocab_size is None or found < self.vocab_size):
                 continue
             last = "on" if self.vocab_size is None else f"to {self.vocab_size - 1}"
             raise PromptError(
-                f"{has} {found!r} at place {place} of its {name}; expected integers from "
+                f"{what} has {found!r} at place {place} of its {name}; expected integers from "
                 f"0 {last}. Is the tokenizer that of the model, and are ids of padding (-1, "
                 "-100) left out?"
             )
@@ -131,7 +137,7 @@ def response_of(
     ``start`` and ``end``. ValueError if the completion is unfinished, lengths differ, or a label
     belongs to no published weights. KeyError or TypeError if a span has another format.
     """
-    if reason not in ("stop", "length"):
+    if reason not in STOP_REASONS:
         raise ValueError(f"it ended with {reason!r}; expected 'stop' or 'length'")
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...utils.config import require_choice
 from ...utils.errors import PublishError
 from ...utils.files import StrPath
-from ...utils.manifest import read_manifest
+from ...utils.manifest import Manifest, read_manifest
 from ..hf.sidecars import PROBE_NAME
 from ..hf.versions import holds_adapters, published_file
 from ..training.logprobs import token_logprobs
@@ -213,7 +213,7 @@ def _mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
     return sum(differences) / len(differences)
 
 
-def _stored_dtype(folder: StrPath, manifest: Mapping[str, Any]) -> str:
+def _stored_dtype(folder: StrPath, manifest: Manifest) -> str:
     """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base.
     Else float32.
     """

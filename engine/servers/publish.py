@@ -22,6 +22,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...utils.distributed import (
+    RankGroup,
     all_ranks_succeed,
     get_rank,
     rank_zero_decides,
@@ -78,7 +79,7 @@ def publish_weights(
     meta: WeightUpdateMeta,
     version: int,
     servers: Sequence[InferenceServer] | ServerFleet,
-    group: dist.ProcessGroup | None = None,
+    group: RankGroup = None,
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
@@ -182,7 +183,7 @@ def _send(
     version: int,
     path: Path,
     fleet: ServerFleet,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
     base_dtype: torch.dtype | None,
     seconds: dict[str, float],
 ) -> list[ServerReport]:
@@ -238,7 +239,7 @@ def _send(
 
 def open_fleet(
     servers: Sequence[InferenceServer] | ServerFleet,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
     probe_interval_s: float | None = 5.0,
 ) -> ServerFleet:
     """Return ``servers`` if it is a fleet. Else make a fleet, which is empty on all ranks but 0."""

@@ -1,7 +1,9 @@
-"""`ServerCalls`: the HTTP calls of one kind of server. `ServerClient` makes operations of them."""
+"""`ServerCalls`: the HTTP calls of one kind of server. `SleepingCalls` and `ServerClient` make
+operations of them.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -9,7 +11,7 @@ from .adapters import AdapterFacts
 from .api import ModelRequest, ModelResponse
 from .groups import SenderGroup
 from .http import Calls, Json
-from .sleep import Sleep
+from .sleep import DROPPED, KV_CACHE, TAGS, WEIGHTS, Sleep
 from .stream import BucketReader
 
 
@@ -118,3 +120,59 @@ class ServerCalls(ABC):
     @abstractmethod
     def _withdraw(self, calls: Calls) -> None:
         """Pause the server and abort its requests."""
+
+
+class SleepingCalls(ServerCalls):
+    """Puts a server to sleep and wakes it up: the order of the calls, and the label after each."""
+
+    _sleeps = False
+    """Whether a part of the server slept when the client last asked."""
+
+    def _fall_asleep(self, calls: Calls, level: int) -> None:
+        """Free the memory of the whole server. See `ServerClient.sleep`."""
+        kept = self._keeps_weights(calls) and level == 1
+        before = self._read_sleep(calls)
+        if not before.tags and self._is_paused(calls):
+            kept = False  # an update was cut off
+
+        # No requests from now on, also if one of the calls fails.
+        self._sleeps = True
+        asleep = Sleep(TAGS, before.weights if kept else DROPPED)
+        self._put_to_sleep(calls, before, asleep, level)
+
+    def _wake_up(self, calls: Calls, tags: Collection[str] = TAGS) -> None:
+        """Wake parts that sleep, without a load."""
+        asleep = self._read_sleep(calls)
+        if WEIGHTS in asleep.tags and WEIGHTS in tags:
+            self._wake(calls, WEIGHTS, asleep)
+            asleep = Sleep((KV_CACHE,), asleep.weights)
+            self._set_label(calls, asleep.label)
+
+        if asleep.tags and KV_CACHE in tags:
+            if WEIGHTS in asleep.tags:
+                raise calls.refuse("its weights sleep; wake them up first, or all together")
+            if asleep.weights == DROPPED:
+                raise calls.refuse(
+                    "it has no weights, because they were not kept while it slept (level 2, "
+                    "SGLang without --enable-weights-cpu-backup), or an update was cut off: "
+                    "publish all weights to it, or restart it"
+                )
+            self._wake(calls, KV_CACHE, asleep)
+            self._set_label(calls, asleep.weights)
+            self._go_on(calls)
+            asleep = Sleep((), asleep.weights)
+
+        self._sleeps = bool(asleep.tags)
+
+    def _wake_weights(self, calls: Calls) -> bool:
+        """Make a paused server ready to load weights. If it sleeps, return True: its KV cache goes
+        on sleeping.
+        """
+        asleep = self._read_sleep(calls)
+        if WEIGHTS in asleep.tags:
+            self._wake(calls, WEIGHTS, asleep)
+
+        # The weights are unknown until the load has ended, also after a kill.
+        if asleep.tags:
+            self._set_label(calls, Sleep((KV_CACHE,), DROPPED).label)
+        return bool(asleep.tags)

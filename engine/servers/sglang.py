@@ -93,7 +93,7 @@ class SGLangServer(ServerClient):
 
         # The load also sets the label, and flushes the cache.
         self._pause(calls, "pause")
-        asleep = self._sleeping.wake_weights(calls)
+        asleep = self._wake_weights(calls)
         load: Json = {
             "model_path": path,
             "weight_version": _loaded_label(label, asleep),
@@ -107,7 +107,7 @@ class SGLangServer(ServerClient):
         self, group: SenderGroup, buckets: BucketReader, calls: Calls, label: str
     ) -> None:
         self._pause(calls, "pause")
-        asleep = self._sleeping.wake_weights(calls)
+        asleep = self._wake_weights(calls)
 
         # The last bucket flushes the cache.
         self._begin_update(calls)
@@ -281,13 +281,7 @@ class SGLangServer(ServerClient):
 
     def _own_names(self, calls: Calls) -> list[str]:
         # A load replaces the name in the list of models by its path.
-        told = calls.get(
-            "look",
-            "/server_info",
-            key=self.api_key,
-            advice=_KEYS,
-        )
-        name = told.get("served_model_name")
+        name = self._server_info(calls, "look").get("served_model_name")
         if name is None:
             raise calls.refuse(
                 "GET /server_info does not say which model it serves (served_model_name), so it "
@@ -308,13 +302,11 @@ class SGLangServer(ServerClient):
     def _is_paused(self, calls: Calls) -> bool:
         # A healthy server that is not ready is paused. One that was found unhealthy, as by a look
         # at /health during a pause, is never ready.
-        ready = calls.status_of("read back", "/ready")
-        if ready == _NOT_NOW and self._is_healthy(calls):
-            return True
+        ready = calls.status_of("/ready")
+        if ready == _NOT_NOW:
+            healthy = calls.status_of("/ping", key=self.api_key) == _YES
+            return healthy or self._paused
         return self._paused and ready != _YES
-
-    def _is_healthy(self, calls: Calls) -> bool:
-        return calls.status_of("read back", "/ping", key=self.api_key) == _YES
 
     def _pause(self, calls: Calls, phase: str) -> None:
         self._paused = True

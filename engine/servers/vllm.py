@@ -130,7 +130,7 @@ class VLLMServer(ServerClient):
         After an error the server stays paused, and its KV cache asleep.
         """
         self._pause(calls, "pause")
-        asleep = self._sleeping.wake_weights(calls)
+        asleep = self._wake_weights(calls)
         yield asleep
 
         # Requests must find no cached blocks of the old weights. And vLLM goes on with them as soon

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...utils.logging import get_logger
-from ..api import Stateful
+from ..api import StateDict, Stateful
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,7 @@ class EngineCounters:
     OPTIONAL: ClassVar = ("states", "mesh")
     """Names that a checkpoint may lack."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Counters by name, ``mesh`` if it is known, and ``states`` if any object is registered."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
         if self.mesh:
@@ -48,7 +48,7 @@ class EngineCounters:
             counts["states"] = states
         return counts
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def check_state_dict(self, state_dict: StateDict) -> None:
         """Let registered objects with a ``check_state_dict`` refuse their state. Nothing changes.
 
         Raises:
@@ -60,7 +60,7 @@ class EngineCounters:
             if name in saved and check is not None:
                 check(saved[name])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore counters and objects. An object without saved state keeps its initial state, with
         a warning.
         """

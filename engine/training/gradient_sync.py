@@ -86,7 +86,7 @@ def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroup
 
 @contextmanager
 def accumulating(
-    model: nn.Module, n_backwards: int, meshes: Meshes, sync_last: bool = False
+    model: nn.Module, n_backwards: int, meshes: Meshes, sync_last: bool
 ) -> Iterator[Callable[[int], None]]:
     """Accumulate the gradients of several micro-batches. Call the yielded function with the number
     of each, from 0, before its backward.

@@ -39,7 +39,6 @@ def token_logprobs(
     input_ids: Tensor,
     cu_seqlens: Tensor,
     temperature: float = 1.0,
-    chunk_size: int | None = None,
 ) -> Scores:
     """Log-probability of each token given the earlier ones, and the entropy of that choice.
 
@@ -49,7 +48,6 @@ def token_logprobs(
         input_ids: ``[T]`` packed tokens.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
         temperature: divisor of the sampler's logits.
-        chunk_size: rows of logits upcast at a time. None: limited by `CHUNK_ELEMENTS`.
 
     Returns:
         logprobs and entropy, both ``[T]`` float32, aligned with the token they describe, 0 at the
@@ -57,14 +55,14 @@ def token_logprobs(
     """
     if not isinstance(output, Tensor):
         return output.at(temperature)
-    logprobs, entropy = score_logits(output, next_tokens(input_ids), temperature, chunk_size)
+    logprobs, entropy = score_logits(output, next_tokens(input_ids), temperature)
     return align_with_tokens(logprobs, cu_seqlens), align_with_tokens(entropy, cu_seqlens)
 
 
 def score_logits(
     logits: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
+    temperature: float,
     chunk_size: int | None = None,
     uses: "Uses | None" = None,
     compiled: bool = False,

@@ -260,7 +260,7 @@ def own_output(
     model: PreTrainedModel,
     mb: MicroBatch,
     packed: bool,
-    sequence: Group = None,
+    sequence: Group,
 ) -> Tensor:
     """`model_output` of the row, in which a shared prompt is once. With a ``sequence``, whose
     ranks share the row: of this rank's part of the filled row.

@@ -145,7 +145,7 @@ class MicroBatch:
     def _most_of_filler(self) -> int:
         return self.longest or max(self.lengths)
 
-    def row_size(self, multiple: int = 1) -> int:
+    def row_size(self, multiple: int) -> int:
         """Number of tokens of `row`."""
         # A row has room for a dummy image, so that rows with and without images are of one size.
         n_dummy = 0

@@ -61,7 +61,7 @@ def find_replay(
     config: TrainEngineConfig,
     meshes: Meshes,
     device: torch.device,
-    group: Group = None,
+    group: Group,
 ) -> RouteReplay:
     """The `RouteReplay` of a model. Collective with ``router_replay.mode: R3``, over the ranks of
     the model's mesh.

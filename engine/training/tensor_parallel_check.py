@@ -7,13 +7,12 @@ error: it gives other outputs, or right outputs with only a part of a gradient.
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...utils.distributed import all_agree
+from ...utils.distributed import RankGroup, all_agree
 from ...utils.errors import ConfigError
 from ..memory.tensors import local_tensor
 from .meshes import is_cut
@@ -55,9 +54,7 @@ class _Pair(NamedTuple):
     expected: Tensor
 
 
-def check_tensor_parallel(
-    model: PreTrainedModel, device: torch.device, group: dist.ProcessGroup | None = None
-) -> None:
+def check_tensor_parallel(model: PreTrainedModel, device: torch.device, group: RankGroup) -> None:
     """Raise ConfigError unless a small cut model has the outputs of the same model with whole
     matrices, and equal gradients of the weights that are whole in both. Does nothing for a model
     that is not cut.

@@ -1,7 +1,6 @@
 """Compare two generations or Hugging Face folders tensor by tensor, one block of rows at a time."""
 
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +136,7 @@ def _compare_tensor(name: str, a: LazyTensor, b: LazyTensor) -> Difference | Non
 
     # Block by block, so that tensors of any size can be compared.
     sums = _Sums(a.dtype, b.dtype)
-    for first, last in _row_blocks(a):
+    for first, last in a.row_blocks(BLOCK_BYTES):
         sums.add(a.rows(first, last), b.rows(first, last))
 
     # Equal in float64, and of one dtype: at most the bits differ.
@@ -216,15 +215,6 @@ class _Sums:
 
 def _sum_of_squares(values: Tensor) -> float:
     return float(values.abs().square().sum())
-
-
-def _row_blocks(tensor: LazyTensor) -> Iterator[tuple[int, int]]:
-    """First and last row of each block. A scalar is one block."""
-    n_rows = tensor.shape[0] if tensor.shape else 1
-    row_bytes = tensor.row_elements * tensor.dtype.itemsize
-    step = max(1, BLOCK_BYTES // row_bytes)
-    for first in range(0, n_rows, step):
-        yield first, min(first + step, n_rows)
 
 
 def _bits(tensor: Tensor) -> Tensor:

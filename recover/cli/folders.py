@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,6 +18,8 @@ from ...utils.errors import (
 from ...utils.files import digest_name
 from ...utils.manifest import (
     MANIFEST_NAME,
+    Described,
+    Manifest,
     compare_listing,
     described_digest,
     list_files,
@@ -73,7 +75,7 @@ class Folder:
         with open(self._here / name, "rb") as file:
             return os.pread(file.fileno(), n_bytes, begin)
 
-    def digest(self, name: str, entry: Mapping[str, Any]) -> str:
+    def digest(self, name: str, entry: Described) -> str:
         """Digest of a file, of the kind that its entry in a manifest has."""
         path = self._here / name
         return described_digest(path, entry)
@@ -86,7 +88,7 @@ class Folder:
         """A folder in this one."""
         return Folder(self._here / name)
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Manifest:
         """Read the manifest, and compare it with the names and sizes of the files. Raises as
         `check_listing`.
         """
@@ -94,7 +96,7 @@ class Folder:
         compare_listing(self.sizes(), manifest, self.where)
         return manifest
 
-    def read_manifest(self) -> dict[str, Any]:
+    def read_manifest(self) -> Manifest:
         """Read the manifest and check only its own digest."""
         return read_manifest(self._here)
 
@@ -134,7 +136,7 @@ class UrlFolder(Folder):
         """See `Folder.inside`."""
         return UrlFolder(f"{self.url}/{name}")
 
-    def read_manifest(self) -> dict[str, Any]:
+    def read_manifest(self) -> Manifest:
         """See `Folder.read_manifest`."""
         data = self.read(MANIFEST_NAME)
         return parse_manifest(data, f"{self.where}/{MANIFEST_NAME}")
@@ -145,7 +147,7 @@ class UrlFolder(Folder):
         with self._must_have(name):
             return self._remote.read_range(name, begin, end)
 
-    def digest(self, name: str, entry: Mapping[str, Any]) -> str:
+    def digest(self, name: str, entry: Described) -> str:
         """See `Folder.digest`."""
         if "pieces" in entry:
             read = partial(self.read_range, name)

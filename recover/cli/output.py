@@ -21,8 +21,6 @@ NARROWEST = 100
 _WRAPPED_FROM = 20
 """Cells up to this length are not wrapped."""
 
-_LARGER_UNITS = ("kB", "MB", "GB", "TB")
-
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -136,26 +134,26 @@ def print_rich(thing: Any) -> None:
 
 def size_text(n_bytes: int) -> str:
     """Format a size as ``1.2 GB``, in powers of 1000 like disks and object stores."""
-    # 999.5 would be rounded to 1000 of a unit.
-    value = float(n_bytes)
-    unit = "B"
-    for larger in _LARGER_UNITS:
-        if value >= 999.5:
-            value /= 1000
-            unit = larger
+    value, unit = _in_units(n_bytes, ("B", "kB", "MB", "GB", "TB"))
     if unit == "B" or value >= 100:
         return f"{value:.0f} {unit}"
     return f"{value:.3g} {unit}"
 
 
-def number_of(count: int) -> str:
-    """Format a large number of things as ``1.1M``, in powers of 1000."""
+def _in_units(count: int, units: Sequence[str]) -> tuple[float, str]:
+    """The number in the largest of ``units`` that fits, each 1000 of the one before."""
     value = float(count)
-    unit = ""
-    for larger in ("k", "M", "G"):
-        if value >= 999.5:
+    unit, *larger_units = units
+    for larger in larger_units:
+        if value >= 999.5:  # it would be rounded to 1000 of a unit
             value /= 1000
             unit = larger
+    return value, unit
+
+
+def number_of(count: int) -> str:
+    """Format a large number of things as ``1.1M``, in powers of 1000."""
+    value, unit = _in_units(count, ("", "k", "M", "G"))
     return f"{value:.3g}{unit}"
 
 

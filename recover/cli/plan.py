@@ -47,101 +47,68 @@ _PARTS = {
 }
 
 
-class _Bytes(click.ParamType):
-    name = "size"
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> int:
-        size = 0
-        match = _SIZE.fullmatch(str(value).upper())
-        if match is not None:
-            unit = _UNITS.get(match[2], 0)
-            size = int(float(match[1]) * unit)
-        if size == 0:
-            self.fail(f"{value!r} is no size above 0; expected for instance 80GB", param, ctx)
-        return size
+def _size(text: str) -> int:
+    size = 0
+    match = _SIZE.fullmatch(text.upper())
+    if match is not None:
+        unit = _UNITS.get(match[2], 0)
+        size = int(float(match[1]) * unit)
+    if size == 0:
+        raise click.BadParameter(f"{text!r} is no size above 0; expected for instance 80GB")
+    return size
 
 
-class _Share(click.ParamType):
-    name = "server:share"
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> float:
-        match = re.fullmatch(r"(?:vllm|sglang):(0?\.[0-9]+)", str(value))
-        if match is None:
-            self.fail(
-                f"{value!r} is no server with its share of the memory; expected for instance "
-                "vllm:0.4",
-                param,
-                ctx,
-            )
-        return float(match[1])
+def _share(text: str) -> float:
+    match = re.fullmatch(r"(?:vllm|sglang):(0?\.[0-9]+)", text)
+    if match is None:
+        raise click.BadParameter(
+            f"{text!r} is no server with its share of the memory; expected for instance vllm:0.4"
+        )
+    return float(match[1])
 
 
-class _Group(click.ParamType):
-    name = "prompt:answer:size"
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> tuple[int, ...]:
-        match = re.fullmatch(r"([1-9][0-9]*):([1-9][0-9]*):([1-9][0-9]*)", str(value))
-        if match is None:
-            self.fail(
-                f"{value!r} is no group of answers; expected the tokens of a prompt, those of an "
-                "answer, and the number of answers, for instance 7000:150:8",
-                param,
-                ctx,
-            )
-        return tuple(int(part) for part in match.groups())
+def _group(text: str) -> tuple[int, ...]:
+    match = re.fullmatch(r"([1-9][0-9]*):([1-9][0-9]*):([1-9][0-9]*)", text)
+    if match is None:
+        raise click.BadParameter(
+            f"{text!r} is no group of answers; expected the tokens of a prompt, those of an "
+            "answer, and the number of answers, for instance 7000:150:8"
+        )
+    return tuple(map(int, match.groups()))
 
 
-@click.command("plan", short_help="Compute the memory of a training step.")
+@click.command(
+    "plan",
+    short_help="Compute the memory of a training step.",
+    context_settings={"show_default": True},
+)
 @click.argument("model")
-@click.option(
-    "--backend", default="fsdp", show_default=True, help="The mesh: fsdp, fsdp:d8, fsdp:d4c2 ..."
-)
-@click.option(
-    "--replicate", default=1, show_default=True, help="Copies of the sharded model (HSDP)."
-)
+@click.option("--backend", default="fsdp", help="The mesh: fsdp, fsdp:d8, fsdp:d4c2 ...")
+@click.option("--replicate", default=1, help="Copies of the sharded model (HSDP).")
 @click.option(
     "--gpus",
     default=8,
-    show_default=True,
     type=click.IntRange(1),
     help="Number of GPUs, one rank on each.",
 )
-@click.option(
-    "--gpus-per-node", default=8, show_default=True, type=click.IntRange(1), help="GPUs of a node."
-)
-@click.option("--memory", default="80GB", show_default=True, type=_Bytes(), help="Memory of a GPU.")
+@click.option("--gpus-per-node", default=8, type=click.IntRange(1), help="GPUs of a node.")
+@click.option("--memory", default="80GB", type=_size, metavar="SIZE", help="Memory of a GPU.")
 @click.option(
     "--tokens",
     default=16384,
-    show_default=True,
     type=click.IntRange(1),
     help="Tokens of a micro-batch.",
 )
 @click.option(
     "--group",
-    type=_Group(),
+    type=_group,
+    metavar="PROMPT:ANSWER:SIZE",
     help="Compute each prompt once (enable_tree_training). Tokens of a prompt, tokens of an "
     "answer, answers to a prompt: 7000:150:8",
 )
 @click.option(
     "--optimizer",
     default="adam",
-    show_default=True,
     help="As optimizer.type.",
     type=click.Choice(("adam", "adam_bf16", "adam8bit", "muon", "sgd")),
 )
@@ -160,15 +127,16 @@ class _Group(click.ParamType):
 )
 @click.option(
     "--colocate",
-    type=_Share(),
+    type=_share,
+    metavar="SERVER:SHARE",
     help="A server that takes turns with training on the same GPUs, with this "
     "share of their memory: vllm:0.4",
 )
 @click.option(
     "--bandwidth",
     default="2GB/s",
-    show_default=True,
-    type=_Bytes(),
+    type=_size,
+    metavar="SIZE",
     help="Of all nodes' disk together.",
 )
 @json_option

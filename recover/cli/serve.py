@@ -11,7 +11,11 @@ import click
 _LOOK_S = 0.5
 
 
-@click.command("serve", short_help="Keep inference servers of a run running.")
+@click.command(
+    "serve",
+    short_help="Keep inference servers of a run running.",
+    context_settings={"show_default": True},
+)
 @click.argument("model")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option(
@@ -20,26 +24,23 @@ _LOOK_S = 0.5
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of the run, which may not exist yet. The servers are listed in RUN/servers.",
 )
-@click.option("--kind", default="vllm", show_default=True, help="vllm or sglang.")
+@click.option("--kind", default="vllm", help="vllm or sglang.")
 @click.option("--python", help="Python of the environment of the servers.  [default: this one]")
-@click.option("--count", default=1, show_default=True, help="Number of servers.")
+@click.option("--count", default=1, help="Number of servers.")
 @click.option("--gpus", metavar="2,3", help="Devices for all servers.  [default: all]")
 @click.option(
     "--tensor-parallel-size",
     default=1,
-    show_default=True,
     help="Devices of a server.",
 )
 @click.option(
     "--host",
     default="127.0.0.1",
-    show_default=True,
     help="Address of this host that the trainers reach. Updates need no key: keep it private.",
 )
 @click.option(
     "--dtype",
     default="bfloat16",
-    show_default=True,
     help="Dtype of published weights.",
 )
 @click.option("--max-model-len", type=int, help="Most tokens.  [default: those of the model]")
@@ -47,13 +48,11 @@ _LOOK_S = 0.5
 @click.option(
     "--lora-rank",
     default=0,
-    show_default=True,
     help="Rank of published adapters.",
 )
 @click.option(
     "--lora-versions",
     default=2,
-    show_default=True,
     help="Versions of adapters that answer at the same time.",
 )
 @click.option("--transfer", help="Backend of weights that are sent, see VLLMServer.")

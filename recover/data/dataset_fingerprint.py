@@ -70,7 +70,7 @@ def sample_digest(sample: Any) -> str:
     return digest.hexdigest()
 
 
-def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
+def probe_dataset(dataset: Any, n_workers: int) -> str:
     """Fingerprint of up to 8 samples. Returns "" with a warning if it would differ in another
     process.
 

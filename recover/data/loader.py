@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
+from ...engine.api import StateDict
 from ...utils.config import require_range
 from ...utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from ...utils.logging import get_logger
@@ -156,7 +157,7 @@ class ResumableDataLoader:
             indices, self._cursor = self._next_share()
             yield indices
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Position of the loader, the same on every rank. ``cursor`` counts samples of ``epoch``
         over all ranks.
 
@@ -173,7 +174,7 @@ class ResumableDataLoader:
             "drop_last": self._drop_last,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from ``state_dict``. The next batch is the one after its last batch.
 
         The world size may differ. Dataset (`DatasetMismatchError`), seed, shuffle, batch_size and

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ...engine.api import Stateful, StepInfo
+from ...engine.api import StateDict, Stateful, StepInfo
 from ...engine.memory.tensors import bytes_of
 from ...utils.compat.torch_private import count_skipped_once
 from ...utils.errors import (
@@ -105,7 +105,7 @@ def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
 
 
 def restore_dataloader(
-    loader: Stateful, state_dict: dict[str, Any], order: EpochOrder, last_step: StepInfo
+    loader: Stateful, state_dict: StateDict, order: EpochOrder, last_step: StepInfo
 ) -> "RestoredEpoch | None":
     """Restore a loader completely. Call this before the random generators are restored.
 
@@ -240,7 +240,7 @@ def _resume_once(loader: Any) -> None:
     replace_iter(stream, iterate)
 
 
-def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
+def _restore_place(loader: Stateful, state_dict: StateDict) -> None:
     try:
         loader.load_state_dict(state_dict)
         said = loader.state_dict()  # makes torchdata's loader build its iterator
@@ -273,7 +273,7 @@ def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
 
 def _end_if_over(
     loader: Stateful,
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     last_step: StepInfo,
     rewind_order: Callable[[], None],
     note: OrderNote | None,

@@ -102,7 +102,7 @@ class StoredAdapters:
             self._pairs[layer] = _Pair(*matrices)
         self._beside = plain
 
-    def base_folder(self, given: Path | None = None) -> Path:
+    def base_folder(self, given: Path | None) -> Path:
         """Folder of the base, by default the one in the checkpoint. Raises `ConfigError` if it
         holds no model.
         """

@@ -30,8 +30,8 @@ def export_weights(
     target: Path,
     architecture: Architecture,
     dtype: str,
-    adapters: StoredAdapters | None = None,
-    base: Path | None = None,
+    adapters: StoredAdapters | None,
+    base: Path | None,
 ) -> float:
     """Write the weights of ``engine``, a folder of ``generation``, which is verified byte by byte.
 

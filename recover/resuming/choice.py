@@ -32,10 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from ...engine.api import FinetuneSpec, StepInfo
-from ...utils.distributed import rank_zero_decides_slowly
+from ...utils.distributed import RankGroup, rank_zero_decides_slowly
 from ...utils.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -87,7 +85,7 @@ class ResumeChoice:
         ft_spec: FinetuneSpec,
         store: GenerationStore,
         *,
-        epochs_may_change: bool = False,
+        epochs_may_change: bool,
     ) -> None:
         self._config = config
         self._ft_spec = ft_spec
@@ -100,7 +98,7 @@ class ResumeChoice:
             self.resume_path = Path(config.resume_path).resolve()
         self.origin: str | None = None
 
-    def peek(self, group: dist.ProcessGroup | None) -> StepInfo | None:
+    def peek(self, group: RankGroup) -> StepInfo | None:
         """The step that `choose` will find if the bytes are sound. None if there is nothing to
         resume.
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,7 +22,7 @@ from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.adapters import adapted_layers, transformers_model
 from ...engine.staging.staged_model import exportable_model, reading_base, staged_model
-from ...utils.distributed import all_ranks_succeed
+from ...utils.distributed import RankGroup, all_ranks_succeed
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.files import as_write_error, commit_folder, remove_or_log
 from ...utils.logging import get_logger
@@ -163,7 +162,7 @@ class ExportCapture:
     """Weights of the engine ``name`` of one rank after one step, ready for ``write``."""
 
     name: str
-    group: dist.ProcessGroup | None
+    group: RankGroup
     model: nn.Module
     options: HFExportOptions
     write: Callable[..., None]

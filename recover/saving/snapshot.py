@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.profiler import record_function
@@ -28,7 +27,13 @@ from ...engine.dcp.save import DCPSaver
 from ...engine.dcp.state import DCPState
 from ...engine.memory.tensors import flatten
 from ...engine.staging.staged_state import Staging
-from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
+from ...utils.distributed import (
+    RankGroup,
+    all_ranks_succeed,
+    drop_group,
+    get_rank,
+    new_background_group,
+)
 from ...utils.errors import CheckpointError, FolderInUseError
 from ...utils.files import StrPath, as_write_error, require_free_space
 from ...utils.logging import get_logger
@@ -247,7 +252,7 @@ class RankPart:
 class RankCapture:
     """State of a rank after a step. The keys of ``groups`` and ``values`` are names of engines."""
 
-    groups: dict[str, dist.ProcessGroup | None]  # control groups
+    groups: dict[str, RankGroup]  # control groups
     values: dict[str, dict[str, Any]]  # nested tensors as in `DCPState.state_dict`
     process: tuple[str, bytes]  # name and content of the file of this process
     part: RankPart  # counters and settings, without files and samples
@@ -261,9 +266,7 @@ class RankSession:
     `Ranks`, is anything that `engines_of` accepts.
     """
 
-    def __init__(
-        self, background_group: dist.ProcessGroup | None, request: ExportRequest | None
-    ) -> None:
+    def __init__(self, background_group: RankGroup, request: ExportRequest | None) -> None:
         self.background_group = background_group
         self.request = request
         self.rng = capture_rng()  # as `RecoverHandler.load` left them
@@ -435,7 +438,7 @@ class RankSession:
             staging.release()
         drop_group(self.background_group)
 
-    def enter_background(self) -> dist.ProcessGroup | None:
+    def enter_background(self) -> RankGroup:
         """Prepare the thread that writes in the background. Returns its group."""
         torch.set_num_threads(self._n_threads)  # else a new thread takes all cores
         return self.background_group

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...utils.errors import (
     CheckpointCorruptError,
@@ -37,6 +37,7 @@ from ...utils.files import (
 from ...utils.logging import get_logger
 from ...utils.manifest import (
     FileEntry,
+    Manifest,
     check_listing,
     read_manifest,
     verify_file,
@@ -205,7 +206,7 @@ class GenerationStore:
         return 0
 
     def commit(
-        self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]
+        self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Manifest
     ) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
 

@@ -400,7 +400,7 @@ def test_a_status_request_does_not_disturb_an_update(
         monkeypatch.setattr(
             server,
             "_reset_prefix_cache",
-            lambda calls: (load(calls), setattr(server._sleeping, "seen", False)),
+            lambda calls: (load(calls), setattr(server, "_sleeps", False)),
         )
         server.update_weights_from_disk(str(folder), 1)
         assert fake.state()["asleep"] == [] and serves(server, folder, 1)
