@@ -34,6 +34,8 @@ N_SAMPLES = 4
 MAX_NEW_TOKENS = 40
 AHEAD = 1
 PROMPTS = [[3 + n, 5, 40 - n] for n in range(20)]
+TRAINS_S = 6.0
+"""Seconds that a step of a larger model takes, in which servers start again."""
 N_SERVERS = 2
 VICTIMS = ("guard", "api", "EngineCore", "Worker")
 PAUSE_S = (3.0, 30.0)
@@ -172,6 +174,7 @@ def test_killed_servers_cost_a_run_of_sixty_steps_no_ticket_and_no_token(
                 batch = rollouts.next_batch(step)
                 for ticket, trajectory in rollouts.next_trajectories(step):
                     trained.append(Trained(step, ticket.number, trajectory))
+                time.sleep(TRAINS_S)
                 stats: dict[str, Any] = actor.ppo_update(actor.compute_advantages(batch))
                 engine.step_lr_scheduler()
                 engine.set_version(step + 1)
