@@ -147,6 +147,7 @@ class Attempt:
             )
 
         start = _Start(request, make)
+        # Atomic, because threads of the job may start groups at the same time.
         if self._starts.setdefault(name, start) is not start:
             raise ConfigError(
                 f"this attempt has a worker group {name!r} already; give each its own name"
@@ -166,14 +167,14 @@ class Attempt:
             WorkerLost: the group was lost again while it started, and may be restarted again. Or
                 the attempt has ended.
         """
-        lost = self._groups.find(loss.group)
-        if lost is None:
+        group = self._groups.find(loss.group)
+        if group is None:
             raise ConfigError(
                 f"this attempt has no worker group {loss.group!r} to start again"
             ) from loss
-        event = self._losses.note(loss, self.number, lost.kill)
+        event = self._losses.note(loss, self.number, group.kill)
         logger.warning("%s; it is started again", loss)
-        self._losses.spend_retry(loss, lost)
+        self._losses.spend_retry(loss, group)
         return self._build(self._starts[loss.group], event)
 
     def draining(self) -> StopNotice | None:
@@ -295,13 +296,13 @@ class Supervisor:
             return result
 
     def _run(self, job: Callable[[Attempt], T], places: "_Places") -> T:
-        groups = _AttemptGroups(0)
+        number = 0
+        groups = _AttemptGroups(number)
         loss: WorkerLost | None = None
         event: RecoveryEvent | None = None
         try:
             while True:
                 self._journal.begin(supervised=True)
-                number = groups.attempt
                 attempt = Attempt(number, loss, event, groups, self._losses, places)
                 try:
                     result = job(attempt)
@@ -312,12 +313,13 @@ class Supervisor:
                     groups.end(WorkerGroup.shutdown)
                     loss = None
                     event = None
-                except WorkerLost as lost:
-                    event = self._losses.note(lost, number, groups.end)
-                    logger.warning("attempt %d ended: %s", number, lost)
-                    self._losses.spend_retry(lost, groups.find(lost.group))
-                    loss = lost
-                groups = _AttemptGroups(number + 1)
+                except WorkerLost as error:
+                    event = self._losses.note(error, number, groups.end)
+                    logger.warning("attempt %d ended: %s", number, error)
+                    self._losses.spend_retry(error, groups.find(error.group))
+                    loss = error
+                number += 1
+                groups = _AttemptGroups(number)
         finally:
             groups.end(partial(WorkerGroup.kill, at_end=True))
 
@@ -325,8 +327,8 @@ class Supervisor:
 class _AttemptGroups:
     """The worker groups of one attempt, which end with it. Thread-safe."""
 
-    def __init__(self, attempt: int) -> None:
-        self.attempt = attempt
+    def __init__(self, number: int) -> None:
+        self._number = number
         self._lock = threading.Lock()
         self._groups: dict[str, WorkerGroup] = {}
         self._ended = False
@@ -338,7 +340,7 @@ class _AttemptGroups:
         with self._lock:
             if self._ended:
                 raise WorkerLost(
-                    group.name, range(group.world_size), f"attempt {self.attempt} has ended"
+                    group.name, range(group.world_size), f"attempt {self._number} has ended"
                 )
             self._groups[group.name] = group
 
@@ -362,7 +364,9 @@ class _AttemptGroups:
 
 
 class _Losses:
-    """The losses of a job, and how many retries are left."""
+    """The losses of all runs of a supervisor: retries within the window, late starts and stalls.
+    Threads of the job may restart groups at the same time.
+    """
 
     def __init__(self, config: RecoverConfig, journal: Journal) -> None:
         self._config = config
@@ -398,8 +402,8 @@ class _Losses:
         )
         return event
 
-    def spend_retry(self, loss: WorkerLost, lost: WorkerGroup | None) -> None:
-        """Count a retry, and pause before the group ``lost`` if it started too late.
+    def spend_retry(self, loss: WorkerLost, group: WorkerGroup | None) -> None:
+        """Count a retry, and pause before the ``group`` if it started too late.
 
         Raises RetriesExhausted if there were too many.
         """
@@ -415,25 +419,25 @@ class _Losses:
                 "or raise retries; the newest checkpoint is intact and the same command resumes "
                 "from it"
             ) from loss
-        if lost is None:  # of another job, or it never started
+        if group is None:  # of another job, or it never started
             return
 
         # Allow more time for a step or a start that has just timed out.
-        if lost.stalled:
-            self._stalls[lost.name] += 1
+        if group.stalled:
+            self._stalls[group.name] += 1
             logger.warning(
                 "worker group %r made no progress for its stall_timeout_s; the next one may take "
                 "%d times as long, in case its calls just take long",
-                lost.name,
-                self.stall_factor(lost.name),
+                group.name,
+                self.stall_factor(group.name),
             )
-        if lost.started_late:
-            self._late_starts[lost.name] += 1
-            pause_s = min(BACK_OFF_S * 2 ** (self._late_starts[lost.name] - 1), LONGEST_BACK_OFF_S)
+        if group.started_late:
+            self._late_starts[group.name] += 1
+            pause_s = min(BACK_OFF_S * 2 ** (self._late_starts[group.name] - 1), LONGEST_BACK_OFF_S)
             logger.warning(
                 "worker group %r did not come up in time: its nodes may have too much to do, and "
                 "it is started again in %g s",
-                lost.name,
+                group.name,
                 pause_s,
             )
             time.sleep(pause_s)

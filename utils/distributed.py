@@ -30,7 +30,7 @@ from .threads import on_daemon_thread
 T = TypeVar("T")
 
 RankGroup = dist.ProcessGroup | None
-"""Ranks that act together. None: all ranks."""
+"""Ranks that act together. None: all ranks, if the function says nothing else."""
 
 WORD_EVERY_S = 1.0
 """Seconds between the messages that tell waiting ranks that slow work still runs."""

@@ -51,7 +51,7 @@ DELTA_FILES = "files"
 
 Manifest = Mapping[str, Any]
 """Contents of a manifest."""
-Described = Mapping[str, Any]
+EntryFields = Mapping[str, Any]
 """Entry of a file in a manifest: ``bytes``, ``digest``, and ``pieces`` if it has any."""
 
 
@@ -91,7 +91,7 @@ def write_entry(folder: StrPath, name: str, data: bytes) -> FileEntry:
     return FileEntry(name, file.bytes, file.digest)
 
 
-def write_manifest(folder: StrPath, entries: Iterable[FileEntry], facts: Manifest) -> None:
+def write_manifest(folder: StrPath, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> None:
     """Write and fsync ``manifest.json`` with all files of the folder and further ``facts`` (step,
     world size ...).
     """
@@ -199,7 +199,7 @@ def parse_manifest(data: bytes, path: StrPath) -> Manifest:
     return document | {"files": files}
 
 
-def _parse_entry(name: str, entry: Described) -> FileEntry:
+def _parse_entry(name: str, entry: EntryFields) -> FileEntry:
     n_bytes = entry["bytes"]
     digest = entry["digest"]
     numbers = entry.get("pieces")
@@ -311,7 +311,7 @@ def verify_folder(folder: StrPath) -> Manifest:
     return manifest
 
 
-def verify_file(folder: StrPath, name: str, entry: Described) -> None:
+def verify_file(folder: StrPath, name: str, entry: EntryFields) -> None:
     """Compare the bytes of one file with its entry in the manifest. Raises as `verify_folder`."""
     digest = described_digest(Path(folder) / name, entry)
     if digest != entry["digest"]:
@@ -320,7 +320,7 @@ def verify_file(folder: StrPath, name: str, entry: Described) -> None:
         )
 
 
-def described_digest(path: StrPath, entry: Described) -> str:
+def described_digest(path: StrPath, entry: EntryFields) -> str:
     """Digest of a file, of the kind that its entry in a manifest has. Reads a few megabytes at a
     time.
     """

@@ -5,6 +5,7 @@ Every step that is not itself a collective ends on all ranks together, so that a
 is an error on all.
 """
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from ..training.model import (
     refuse_dropout,
 )
 from ..training.packing import prepare_packing
+from ..training.probe_model import Twins
 from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
 from ..training.route_probe import find_replay
@@ -50,9 +52,10 @@ from ..training.sharding import block_classes, shard_model
 from ..training.speed import Speed
 from ..training.tensor_parallel import cut_over_ranks, require_cuttable
 from ..training.tensor_parallel_check import check_tensor_parallel
+from ..training.unsharded import unsharded_class
 from ..training.value_model import body_name
 from ..training.vision import Vision, require_whole_rows
-from ..training.weights import draw_weights, give_memory
+from ..training.weights import compute_buffers, draw_weights, give_memory
 from .memory_plan import log_plan
 
 logger = get_logger(__name__)
@@ -95,7 +98,7 @@ def build_initial_model(
             with WeightReader(folder) as reader:
                 refuse_quantized(folder, reader.layout())
         model = build_on_meta(config)
-        skeleton = build_on_meta(config)
+        computed = compute_buffers(model)
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
         if not config.disable_dropout and meshes.ranks_with_same_data > 1:
@@ -118,46 +121,37 @@ def build_initial_model(
     shard_model(model, config, blocks, meshes.fsdp)
 
     # Checks come before the model has memory, because twins take as much for a moment.
-    check_tensor_parallel(model, groups.device, control)
-    if config.pack_sequences:
-        prepare_packing(
-            model,
-            config.attn_impl,
-            groups.device,
-            control,
-            max_row_tokens=config.mb_spec.max_tokens_per_mb,
-            sequence=meshes.sequence,
-            sees=config.train_vision,
-            shares_prompts=config.enable_tree_training,
-        )
-    elif meshes.sequence is not None:
-        raise ConfigError(
-            "config key 'pack_sequences' is false, but only packed rows are cut "
-            f"(context_parallel_size is {meshes.strategy.cp_size}); set it to true, or "
-            "take 'c' out of config key 'backend'"
-        )
-    head = None
-    if not config.is_critic:
-        head = find_scoring_head(model, groups.device, control)
-    replay = find_replay(model, config, meshes, groups.device, control)
+    with closing(Twins(model, groups.device)) as twins:
+        check_tensor_parallel(twins, control)
+        if config.pack_sequences:
+            prepare_packing(twins, config, meshes.sequence, control)
+        elif meshes.sequence is not None:
+            raise ConfigError(
+                "config key 'pack_sequences' is false, but only packed rows are cut "
+                f"(context_parallel_size is {meshes.strategy.cp_size}); set it to true, or "
+                "take 'c' out of config key 'backend'"
+            )
+        head = None if config.is_critic else find_scoring_head(twins, control)
+        replay = find_replay(twins, config, meshes, control)
     if get_rank(control) == 0:
         log_plan(config, meshes.strategy, groups.device)
 
     # Memory and values. What the folder does not fill has its values from the seed.
     with all_ranks_succeed(f"giving the model of {folder} memory", control):
         params_on = torch.device("cpu") if config.fsdp.offload_params else None
-        unfilled = give_memory(model, skeleton, groups.device, params_on)
+        unfilled = give_memory(model, computed, groups.device, params_on)
         base = plain_view(model)
         if config.init_from_scratch or config.is_critic:
-            unfilled += draw_weights(base, skeleton, config.seed, blocks)
+            unfilled += draw_weights(base, build_on_meta(config), config.seed, blocks)
         draw_adapters(model, config.seed)
     if not config.init_from_scratch:
         fresh = load_weights(base, folder, config, control)
         unfilled = [tensor for tensor in unfilled if tensor in fresh]
     if unfilled:
         raise ConfigError(
-            f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it "
-            "can only be loaded, from a folder that has it (config key 'init_from_scratch' false)"
+            f"{unsharded_class(base).__name__} does not initialise {unfilled[0]!r} in "
+            "_init_weights: it can only be loaded, from a folder that has it (config key "
+            "'init_from_scratch' false)"
         )
     if config.max_model_len is None:
         longest = longest_sequence(model, None)

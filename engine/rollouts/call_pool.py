@@ -26,14 +26,8 @@ logger = get_logger(__name__)
 _CONTEXT = multiprocessing.get_context("forkserver")
 # libraries whose import takes seconds
 _LARGE = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
-UNPICKLABLE = (
-    pickle.PicklingError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    RecursionError,
-)
-"""Errors of pickle, which raises one of these, depending on the object."""
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""Errors of pickle for functions and types that cannot be pickled at all."""
 _ATTEMPTS = 2
 # time limit for a process to start and to import the function
 _START_S = 120.0

@@ -52,7 +52,7 @@ def call_digest(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Digest of the function's name and its arguments. Raises one of `call_pool.UNPICKLABLE`."""
+    """Digest of the function's name and its arguments. Raises errors of pickle."""
     name = getattr(fn, "__qualname__", None)
     if name is None:
         # such as a partial, which is known by its parts

@@ -142,7 +142,14 @@ class Record:
         head: dict[str, Any],
         body: bytes,
     ) -> "Record":
-        head = {**place._asdict(), **head}
+        # The names are on disk.
+        named = {
+            "ticket": place.ticket,
+            "key": place.key,
+            "nth": place.nth,
+            "kind": place.kind,
+        }
+        head = {**named, **head}
         return cls(place, head, join_payload(head, body))
 
     @classmethod

@@ -254,7 +254,7 @@ class TicketEngine:
         """See `EpisodeEngine`."""
         try:
             key = call_digest(fn, args, kwargs)
-        except UNPICKLABLE as error:
+        except (*UNPICKLABLE, ValueError, RecursionError) as error:
             if once:
                 raise ConfigError(
                     f"{fn} cannot be called with once=True: its arguments cannot be pickled, so a "

@@ -91,11 +91,11 @@ class Calls:
         answer = self._send(phase, "GET", path, key, **options)
         return _parsed(answer, self._named("GET", path), self._error, advice)
 
-    def status_of(self, path: str, *, key: str | None = None) -> int:
+    def status_of(self, phase: str, path: str, *, key: str | None = None) -> int:
         """Send a GET request and return the status of the answer, also of a refusal. Otherwise as
         `post`.
         """
-        return self._send("read back", "GET", path, key).status_code
+        return self._send(phase, "GET", path, key).status_code
 
     def post(
         self,

@@ -302,9 +302,9 @@ class SGLangServer(ServerClient):
     def _is_paused(self, calls: Calls) -> bool:
         # A healthy server that is not ready is paused. One that was found unhealthy, as by a look
         # at /health during a pause, is never ready.
-        ready = calls.status_of("/ready")
+        ready = calls.status_of("read back", "/ready")
         if ready == _NOT_NOW:
-            healthy = calls.status_of("/ping", key=self.api_key) == _YES
+            healthy = calls.status_of("read back", "/ping", key=self.api_key) == _YES
             return healthy or self._paused
         return self._paused and ready != _YES
 

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.torch_private import count_forward_hooks
-from ...utils.distributed import all_agree
+from ...utils.distributed import RankGroup, all_agree
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from .context_parallel import own_targets
 from .logprobs import Uses, score_tokens, token_logprobs
-from .packed_batch import MicroBatch
+from .packed_batch import MicroBatch, pack_rows
 from .probe_model import (
     NOT_UNDERSTOOD,
+    Twins,
     probe_tokens,
     reason_of,
     twin_dtype,
-    twin_of,
     with_few_layers,
 )
 from .rank_parts import Group
@@ -113,23 +113,23 @@ def scoring(
 
 
 def find_scoring_head(
-    model: PreTrainedModel,
-    device: torch.device,
-    group: Group = None,
+    twins: Twins,
+    group: RankGroup = None,
 ) -> ScoringHead | None:
-    """Find the model's head if its output is the logits and the model does not change them. Else
-    log why and return None.
+    """Find the head of the twins' model if its output is the logits and the model does not change
+    them. Else log why and return None.
 
     Collective over the ranks of the model's mesh. Call it before the model has memory: a twin needs
     the float32 shard of a model with a few layers (all layers, if that does not work) for two short
     forwards. The model and torch's generators are not changed.
     """
+    model = twins.model
     head = _linear_head(model)
     problem: str | None = "its head is no plain linear layer"
     if head is not None:
         # A few layers show as much as all, if the model can be built with them.
         for config in (with_few_layers(model.config), model.config):
-            problem = _difference(model, config, device, group)
+            problem = _difference(twins, config, group)
             if problem is None:
                 return ScoringHead(head, count_forward_hooks(model))
     name = unsharded_class(model).__name__
@@ -148,20 +148,21 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
 
 @torch.no_grad()
 def _difference(
-    model: PreTrainedModel,
+    twins: Twins,
     config: PretrainedConfig,
-    device: torch.device,
-    group: Group,
+    group: RankGroup,
 ) -> str | None:
     """Describe how a twin's scores differ from those of its logits. None if they agree on every
     rank.
     """
-    mb = _one_sequence(probe_tokens(config, _TOKENS), device)
+    ids = probe_tokens(config, _TOKENS)[None]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    mb = pack_rows(batch, [0], [_TOKENS]).to(twins.device)
     ids = mb.data["input_ids"]
     dtype = twin_dtype(config)
     problem = None
     try:
-        with twin_of(model, config, dtype, device) as twin:
+        with twins.of(config, dtype) as twin:
             logits = twin(input_ids=ids[None], use_cache=False).logits[0]
             from_logits = token_logprobs(logits.float(), ids, mb.cu_seqlens)
             with scoring(_linear_head(twin), mb, 1.0, packed=True):  # type: ignore[arg-type]
@@ -180,15 +181,3 @@ def _difference(
     if all_agree(problem is None, group):
         return None
     return problem or "other ranks say so"
-
-
-def _one_sequence(ids: Tensor, device: torch.device) -> MicroBatch:
-    # A micro-batch of one sequence.
-    n_tokens = len(ids)
-    data = {
-        "input_ids": ids,
-        "position_ids": torch.arange(n_tokens),
-        "cu_seqlens": torch.tensor([0, n_tokens], dtype=torch.int32),
-    }
-    indices = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(data, indices, lengths=(n_tokens,)).to(device)

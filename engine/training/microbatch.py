@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ...utils.distributed import gather_numbers_of, get_rank
+from ...utils.distributed import RankGroup, gather_numbers_of, get_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
@@ -32,7 +32,6 @@ from .batch import (
 )
 from .packed_batch import MicroBatch, expand_to_tokens, pack_rows
 from .partition import partition_within, split_until, warn_of_long_rows
-from .rank_parts import Group
 from .route_replay import RouteRules
 from .shared_prompts import Prompts, Unit, find_prompts
 from .vision import Vision
@@ -122,7 +121,7 @@ NO_RULES = CutRules()
 def split_batch(
     batch: Trajectories,
     spec: MicroBatchSpec,
-    group: Group = None,
+    group: RankGroup = None,
     rules: CutRules = NO_RULES,
 ) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, the same number on every rank of
@@ -158,7 +157,7 @@ def split_and_weigh(
     batch: Trajectories,
     spec: MicroBatchSpec,
     loss_weight_fn: LossWeightFn,
-    group: Group = None,
+    group: RankGroup = None,
     rules: CutRules = NO_RULES,
 ) -> WeighedBatch:
     """`split_batch`, and the weight of each micro-batch, in the same collective.
@@ -193,7 +192,7 @@ class _Announced(NamedTuple):
     has_routes: float
 
 
-def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
+def _cut_together(cutter: "_Cutter", group: RankGroup) -> WeighedBatch:
     n_alike = cutter.rules.ranks_with_same_data
 
     def cut() -> _Announced:

@@ -6,7 +6,7 @@ without an error. One that cuts windows by positions in the row (chunks, top-k o
 wrong although nothing leaks. So `check_packing` tests the architecture: a sequence behind another
 one must give the same output as alone.
 
-The test runs on a twin (`twin_of`) with windows of a few tokens, because the weights of the run may
+The test runs on a twin (`Twins`) with windows of a few tokens, because the weights of the run may
 hide a leak. Measured on 160 architectures: packed ones differ by at most 3e-7 (relative), all
 others by 3e-3 and more.
 """
@@ -25,20 +25,20 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.transformers_private import attention_of, set_attention
-from ...utils.distributed import all_agree, get_rank
+from ...utils.distributed import RankGroup, all_agree, get_rank
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from ..config import PACKED_ATTENTION
+from ..config import PACKED_ATTENTION, TrainEngineConfig
 from .attention import packed_row
 from .model_output import model_output
 from .packed_batch import MicroBatch, pack_rows
 from .probe_model import (
     NOT_UNDERSTOOD,
+    Twins,
     probe_tokens,
     reason_of,
     smaller_config,
     twin_dtype,
-    twin_of,
 )
 from .rank_parts import Group, gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
@@ -65,30 +65,26 @@ windows, the last less than one. The last two are compared with themselves alone
 
 
 def prepare_packing(
-    model: PreTrainedModel,
-    attn_impl: str | None,
-    device: torch.device,
-    group: Group = None,
-    max_row_tokens: int | None = None,
+    twins: Twins,
+    config: TrainEngineConfig,
     sequence: Group = None,
-    sees: bool = False,
-    shares_prompts: bool = False,
+    group: RankGroup = None,
 ) -> None:
-    """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then
-    `check_packing`.
+    """Replace ``sdpa`` by our attention if the twins' model supports it and ``attn_impl`` is None,
+    then `check_packing`.
 
     This changes the attention in the model's configs, which is not part of ``config.json``. If the
     ranks of ``sequence`` share rows, the model must support our attention, and compute a row in
-    parts as it computes it whole. If the model ``sees``, the sequences of the check have 1, 0 and 2
-    images. If it ``shares_prompts``, it must support our attention, and compute sequences behind a
-    shared prompt as it computes them alone.
+    parts as it computes it whole. With ``train_vision`` the sequences of the check have 1, 0 and 2
+    images. With ``enable_tree_training`` the model must support our attention, and compute
+    sequences behind a shared prompt as it computes them alone.
 
     Raises:
         ConfigError: see `check_packing`. Or ranks share rows, or sequences prompts, and the model
             does not support it.
     """
-    trial = _Trial(model, device, group, sees=sees)
-    reason = _why_not_ours(trial, attn_impl)
+    trial = _Trial(twins, group, sees=config.train_vision)
+    reason = _why_not_ours(trial, config.attn_impl)
     if sequence is not None:
         trial = replace(trial, sequence=sequence, sees=False)
         _require(
@@ -98,9 +94,9 @@ def prepare_packing(
             f"context_parallel_size {_size(sequence)}",
             "leave 'c' out of config key 'backend'",
         )
-    elif reason is not None or attn_impl is not None:
-        check_packing(model, device, group, max_row_tokens, sees)
-    if shares_prompts:
+    elif reason is not None or config.attn_impl is not None:
+        check_packing(twins, group, config.mb_spec.max_tokens_per_mb, config.train_vision)
+    if config.enable_tree_training:
         _require(
             replace(trial, shares_prompts=True),
             reason,
@@ -111,9 +107,8 @@ def prepare_packing(
 
 
 def check_packing(
-    model: PreTrainedModel,
-    device: torch.device,
-    group: Group = None,
+    twins: Twins,
+    group: RankGroup = None,
     max_row_tokens: int | None = None,
     sees: bool = False,
 ) -> None:
@@ -126,7 +121,8 @@ def check_packing(
     change. A model that cuts windows by positions in the row works with rows of at most its
     smallest window (``max_row_tokens``).
     """
-    trial = _Trial(model, device, group, sees=sees)
+    model = twins.model
+    trial = _Trial(twins, group, sees=sees)
     windows = _windows(model.config)
     if trial.passes(windows):
         return
@@ -153,7 +149,7 @@ def check_packing(
 
 def _why_not_ours(trial: "_Trial", attn_impl: str | None) -> str | None:
     """Replace ``sdpa`` by our attention if possible. Return why another one is used, or None."""
-    model = trial.model
+    model = trial.twins.model
     used = attention_of(_text(model.config))
     if used == PACKED_ATTENTION:
         return None
@@ -191,7 +187,7 @@ def _require(
     """Raise ConfigError unless our attention is used (no ``reason``), and a twin passes the trial.
     The error says what does not work with the ``setting``, and the ``other_way``.
     """
-    model = trial.model
+    model = trial.twins.model
     if reason is None:
         try:
             if trial.passes(_windows(model.config)):
@@ -226,29 +222,29 @@ def _size(group: Group) -> int:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Whether a twin of ``model`` computes a sequence behind another one as it does alone.
+    """Whether one of ``twins`` computes a sequence behind another one as it does alone.
 
     The ranks of ``group`` agree on the result, and those of ``sequence`` share the row. If the
     model ``sees``, the sequences have images. With ``shares_prompts`` two of them have one prompt,
     which is once in the row.
     """
 
-    model: PreTrainedModel
-    device: torch.device
-    group: Group
+    twins: Twins
+    group: RankGroup
     sequence: Group = None
     sees: bool = False
     shares_prompts: bool = False
 
     def passes(self, small: Collection[str] = ()) -> bool:
         """Try it with the windows ``small`` shortened."""
-        few_layers = smaller_config(self.model)
+        model = self.twins.model
+        few_layers = smaller_config(model)
         if few_layers is not None:
             # If a few layers cannot be built or run, all layers decide.
             with suppress(ConfigError):
                 if self._passes_with(few_layers, small):
                     return True
-        return self._passes_with(copy.deepcopy(self.model.config), small)
+        return self._passes_with(copy.deepcopy(model.config), small)
 
     def _passes_with(self, config: PretrainedConfig, small: Collection[str]) -> bool:
         # Short enough to show in a row of a few tokens.
@@ -258,12 +254,13 @@ class _Trial:
             else:
                 setattr(_text(config), key, _WINDOW_TOKENS)
         attention = attention_of(_text(config))
-        is_alike = self._difference_is_small(config, twin_dtype(config))
+        dtypes = [twin_dtype(config)]
 
-        # On CUDA our attention has another kernel for bfloat16.
-        if is_alike and attention == PACKED_ATTENTION and self.device.type == "cuda":
-            return self._difference_is_small(config, torch.bfloat16)
-        return is_alike
+        # On CUDA our attention has another kernel for bfloat16. The twin in float32 comes last, so
+        # that other probes find it.
+        if attention == PACKED_ATTENTION and self.twins.device.type == "cuda":
+            dtypes.insert(0, torch.bfloat16)
+        return all(self._difference_is_small(config, dtype) for dtype in dtypes)
 
     @torch.no_grad()
     def _difference_is_small(
@@ -272,7 +269,7 @@ class _Trial:
         dtype: torch.dtype,
     ) -> bool:
         # Sequences within the model's limit, and single tokens that make the row divisible.
-        most = getattr(_text(self.model.config), "max_position_embeddings", None) or 0
+        most = getattr(_text(self.twins.model.config), "max_position_embeddings", None) or 0
         lengths = list(_LENGTHS)
         if most > 0:
             lengths = [min(length, most) for length in lengths]
@@ -281,19 +278,19 @@ class _Trial:
         if self.shares_prompts:
             text = _with_one_prompt(text)
 
-        with twin_of(self.model, config, dtype, self.device) as twin:
+        with self.twins.of(config, dtype) as twin:
             vision = Vision(twin) if self.sees else None
-            row, alone, lengths = _probe_rows(text, self.device, vision)
+            row, alone, lengths = _probe_rows(text, self.twins.device, vision)
             try:
                 if self.shares_prompts:
-                    logits = _of_shared_row(twin, text, self.device, self.sequence)
+                    logits = self._of_shared_row(twin, text)
                 else:
                     logits = self._of_row(twin, row, lengths)
                 differences = self._differences(twin, dtype, logits, alone)
             except NOT_UNDERSTOOD as error:
                 key = "train_vision" if self.sees else "pack_sequences"
                 raise ConfigError(
-                    f"{unsharded_class(self.model).__name__} fails at a packed row "
+                    f"{unsharded_class(twin).__name__} fails at a packed row "
                     f"({reason_of(error)}); set config key {key!r} to false"
                 ) from error
         is_small = all(difference <= _LIMITS[dtype] for difference in differences)
@@ -303,10 +300,23 @@ class _Trial:
         own = {**row}
         for name in ("input_ids", "position_ids"):
             own[name] = own_part(row[name], self.sequence, 1)
-        with _row_of(*lengths, device=self.device, group=self.sequence):
+        with _row_of(*lengths, device=self.twins.device, group=self.sequence):
             # This rank's part of the row. The attention exchanges it.
             own_logits = _logits(twin, own)
         return list(gather_parts(own_logits, self.sequence).split(lengths))
+
+    def _of_shared_row(self, twin: PreTrainedModel, text: Sequence[Tensor]) -> list[Tensor]:
+        """Logits of each sequence from a row in which the prompt of the last two is once."""
+        lengths = [len(ids) for ids in text]
+        ids = pad_sequence(list(text), batch_first=True)
+        attention_mask = pad_sequence([torch.ones_like(own) for own in text], batch_first=True)
+        loss_mask = attention_mask.clone()
+        loss_mask[:, : max(lengths[1] - _NOT_IN_PROMPT, 1)] = 0
+        batch = {"input_ids": ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+        prompts = find_prompts(batch, lengths)
+        mb = pack_rows(batch, range(len(text)), lengths, prompts=prompts).to(self.twins.device)
+        logits = model_output(twin, mb, packed=True, sequence=self.sequence).float()
+        return list(logits.reshape(mb.n_tokens, -1).split(lengths))
 
     def _differences(
         self,
@@ -322,7 +332,7 @@ class _Trial:
             # rounding differs.
             attention: AbstractContextManager[None] = nullcontext()
             if dtype != torch.float32:
-                attention = _row_of(len(behind), device=self.device)
+                attention = _row_of(len(behind), device=self.twins.device)
             with attention:
                 expected = _logits(twin, inputs)  # at positions from 0
             difference = _root_mean_square(behind - expected)
@@ -386,25 +396,6 @@ def _with_one_prompt(text: Sequence[Tensor]) -> list[Tensor]:
     prompt = second[: max(len(second) - _NOT_IN_PROMPT, 1)]
     sibling = torch.cat([prompt, third])[: len(second)]
     return [first, second, sibling]
-
-
-def _of_shared_row(
-    twin: PreTrainedModel,
-    text: Sequence[Tensor],
-    device: torch.device,
-    sequence: Group,
-) -> list[Tensor]:
-    """Logits of each sequence from a row in which the prompt of the last two is once."""
-    lengths = [len(ids) for ids in text]
-    ids = pad_sequence(list(text), batch_first=True)
-    attention_mask = pad_sequence([torch.ones_like(own) for own in text], batch_first=True)
-    loss_mask = attention_mask.clone()
-    loss_mask[:, : max(lengths[1] - _NOT_IN_PROMPT, 1)] = 0
-    batch = {"input_ids": ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
-    prompts = find_prompts(batch, lengths)
-    mb = pack_rows(batch, range(len(text)), lengths, prompts=prompts).to(device)
-    logits = model_output(twin, mb, packed=True, sequence=sequence).float()
-    return list(logits.reshape(mb.n_tokens, -1).split(lengths))
 
 
 def _row_of(

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.torch_private import fsdp_mesh_of
 from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import collective_broke, get_rank
+from ..memory.tensors import local_tensor
 from .meshes import is_cut
 from .rotary import fix_frequencies
 from .tensor_parallel import cut_over_ranks, tensor_mesh_of
 from .unsharded import unsharded_class
-from .weights import give_memory
+from .weights import compute_buffers, give_memory
 
 NOT_UNDERSTOOD = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a model that cannot handle a packed row, our mask or our head."""
@@ -39,29 +38,136 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-@contextmanager
-def twin_of(
-    model: PreTrainedModel,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    whole: bool = False,
-) -> Iterator[PreTrainedModel]:
-    """Build a model of the same class, sharded like ``model``, with random weights that hide
-    nothing. Free it at the end. With ``whole`` the ranks of `Meshes.tensor` do not share its
-    matrices, and have equal weights.
+class Twins:
+    """Models of the same class as ``model`` and sharded like it, with random weights that hide
+    nothing.
 
-    The parameters of ``model`` are not read. Inside, matrix products use full precision. torch's
-    generators are restored.
+    One of them exists at a time: the last one, for probes that need it again. `close` frees it.
+    With ``whole`` the ranks of `Meshes.tensor` do not share its matrices, and have equal weights.
+    The parameters of ``model`` are not read.
     """
-    tensor_mesh = None if whole else tensor_mesh_of(model)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _full_precision():
-        twin = _build(model, config, dtype, device, tensor_mesh)
-        try:
-            yield twin
-        finally:
-            _free(twin)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        whole: bool = False,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self._tensor_mesh = None if whole else tensor_mesh_of(model)
+        self._last: Any = None
+        self._built_from: Any = None
+
+    @contextmanager
+    def of(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+    ) -> Iterator[PreTrainedModel]:
+        """The twin with a config and dtype. Inside, matrix products use full precision. torch's
+        generators are restored.
+
+        Leave its weights and gradients as they are, and remove your hooks.
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), _full_precision():
+            # A copy, because the config may change later.
+            wanted = _content(copy.deepcopy(config)), dtype
+            if wanted != self._built_from:
+                self.close()
+                self._last = self._build(config, dtype)
+                self._built_from = wanted
+            try:
+                yield self._last
+            except BaseException:
+                # It may have ended inside of a forward.
+                self._built_from = None
+                raise
+            finally:
+                # As new: the next forward gathers what that of a new twin on another rank gathers.
+                for module in self._last.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+
+    def close(self) -> None:
+        """Free the memory at once. FSDP's states and their modules refer to each other."""
+        self._built_from = None
+        if self._last is not None:
+            for param in self._last.parameters():
+                local_tensor(param).untyped_storage().resize_(0)
+        self._last = None
+
+    @torch.no_grad()
+    def _build(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+    ) -> PreTrainedModel:
+        with torch.device("meta"):
+            cls = unsharded_class(self.model)
+            twin = build_from_config(cls, copy.deepcopy(config), dtype).eval()
+        # Frequencies and cuts as in the model.
+        fix_frequencies(twin, None)
+        computed = compute_buffers(twin)
+        if self._tensor_mesh is not None:
+            cut_over_ranks(twin, self._tensor_mesh)
+
+        # The twin's modules are sharded as those of the model, children first, as fully_shard
+        # requires.
+        mesh = fsdp_mesh_of(self.model)
+        sharded = set()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                sharded.add(unsharded_class(module).__name__)
+        for module in reversed(list(twin.modules())):
+            if type(module).__name__ in sharded:
+                fully_shard(module, mesh=mesh)
+        # Buffers that only a checkpoint can fill.
+        for name in give_memory(twin, computed, self.device):
+            twin.get_buffer(name).fill_(1)
+
+        # Ranks that have the same shard draw the same weights. The shard is the last dimension of
+        # the mesh. Replicas have equal weights.
+        shard = get_rank() if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
+        self._draw_weights(twin, 1 + shard)
+        return twin
+
+    def _draw_weights(self, twin: PreTrainedModel, seed: int) -> None:
+        whole = torch.Generator(self.device).manual_seed(seed)
+        common = torch.Generator(self.device).manual_seed(0)
+        part = whole
+        if self._tensor_mesh is not None:
+            part = torch.Generator(self.device).manual_seed(seed << 16 | get_rank())
+
+        n_experts = _numbers_of_experts(twin.config)
+        for param in twin.parameters():
+            local = local_tensor(param)
+            own = part if is_cut(param, self._tensor_mesh) else whole
+            # Norms and biases are near 1, so that none of them hides anything.
+            if param.dim() < 2:
+                local.normal_(1.0, 0.1, generator=own)
+                continue
+            std = param.shape[-1] ** -0.5
+            # Matrices keep the size of what they are multiplied with.
+            if param.dim() == 2 or param.shape[0] not in n_experts:
+                local.normal_(0.0, std, generator=own)
+                continue
+            # Equal experts: rounding may change the choice of a router, but not its result.
+            one = local.new_empty(param.shape[1:])
+            one.normal_(0.0, std, generator=common)
+            local.copy_(one.expand(local.shape))
+
+
+def _content(config: PretrainedConfig) -> dict[str, Any]:
+    """Everything in a config. ``==`` of configs leaves out their attention, and keys that their
+    class does not declare.
+    """
+    content = dict(vars(config))
+    for key, value in content.items():
+        if isinstance(value, PretrainedConfig):
+            content[key] = _content(value)
+    return content
 
 
 def with_few_layers(config: PretrainedConfig) -> PretrainedConfig:
@@ -142,41 +248,6 @@ def probe_tokens(config: PretrainedConfig, count: int) -> Tensor:
     return torch.randint(low, high, (count,), generator=generator)
 
 
-@torch.no_grad()
-def _build(
-    model: PreTrainedModel,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    tensor_mesh: DeviceMesh | None,
-) -> PreTrainedModel:
-    cls = unsharded_class(model)
-    # On meta, and an unsharded one, whose code computes the buffers.
-    with torch.device("meta"):
-        twin = build_from_config(cls, copy.deepcopy(config), dtype).eval()
-        skeleton = build_from_config(cls, copy.deepcopy(config), dtype).eval()
-    # Frequencies and cuts as in the model.
-    for each in (twin, skeleton):
-        fix_frequencies(each, None)
-    if tensor_mesh is not None:
-        cut_over_ranks(twin, tensor_mesh)
-
-    # The twin's modules are sharded as those of the model, children first, as fully_shard requires.
-    mesh = fsdp_mesh_of(model)
-    sharded = set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            sharded.add(unsharded_class(module).__name__)
-    for module in reversed(list(twin.modules())):
-        if type(module).__name__ in sharded:
-            fully_shard(module, mesh=mesh)
-    # Buffers that only a checkpoint can fill.
-    for name in give_memory(twin, skeleton, device):
-        twin.get_buffer(name).fill_(1)
-    _draw_weights(twin, config, dtype, device, tensor_mesh, mesh)
-    return twin
-
-
 def _numbers_of_experts(config: PretrainedConfig) -> set[int]:
     text = config.get_text_config(decoder=True)
     numbers = set()
@@ -185,57 +256,6 @@ def _numbers_of_experts(config: PretrainedConfig) -> set[int]:
             counts = value if isinstance(value, list | tuple) else [value]
             numbers |= {count for count in counts if type(count) is int}
     return numbers
-
-
-def _draw_weights(
-    twin: PreTrainedModel,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    tensor_mesh: DeviceMesh | None,
-    mesh: DeviceMesh | None,
-) -> None:
-    """Draw weights, the same ones on ranks that have the same shard."""
-    # The shard is the last dimension of the mesh. Replicas have equal weights.
-    shard = get_rank() if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
-    seed = 1 + shard
-    whole = torch.Generator(device).manual_seed(seed)
-    common = torch.Generator(device).manual_seed(0)
-    part = whole
-    if tensor_mesh is not None:
-        part = torch.Generator(device).manual_seed(seed << 16 | get_rank())
-
-    n_experts = _numbers_of_experts(config)
-    for param in twin.parameters():
-        local = _local(param)
-        own = part if is_cut(param, tensor_mesh) else whole
-        # Norms and biases are near 1, so that none of them hides anything.
-        if param.dim() < 2:
-            local.normal_(1.0, 0.1, generator=own)
-            continue
-        std = param.shape[-1] ** -0.5
-        # Matrices keep the size of what they are multiplied with.
-        if param.dim() == 2 or param.shape[0] not in n_experts:
-            local.normal_(0.0, std, generator=own)
-            continue
-        # Equal experts: rounding may change the choice of a router, but not its result.
-        shape = param.shape[1:]
-        one = torch.empty(shape, dtype=dtype, device=device)
-        one.normal_(0.0, std, generator=common)
-        local.copy_(one.expand(local.shape))
-
-
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _free(twin: PreTrainedModel) -> None:
-    """Free the memory at once. FSDP's states and their modules refer to each other."""
-    for module in twin.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    for param in twin.parameters():
-        _local(param).untyped_storage().resize_(0)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...utils.distributed import all_agree
+from ...utils.distributed import RankGroup, all_agree
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from .batch import ROUTES
@@ -23,13 +23,12 @@ from .meshes import Meshes
 from .packed_batch import pack_rows
 from .probe_model import (
     NOT_UNDERSTOOD,
+    Twins,
     probe_tokens,
     reason_of,
     smaller_config,
     twin_dtype,
-    twin_of,
 )
-from .rank_parts import Group
 from .route_replay import (
     RouteReplay,
     RouteRules,
@@ -57,14 +56,13 @@ class _Taken(NamedTuple):
 
 
 def find_replay(
-    model: PreTrainedModel,
+    twins: Twins,
     config: TrainEngineConfig,
     meshes: Meshes,
-    device: torch.device,
-    group: Group,
+    group: RankGroup,
 ) -> RouteReplay:
-    """The `RouteReplay` of a model. Collective with ``router_replay.mode: R3``, over the ranks of
-    the model's mesh.
+    """The `RouteReplay` of the twins' model. Collective with ``router_replay.mode: R3``, over the
+    ranks of the model's mesh.
 
     Call it before the model has memory: a twin needs the float32 shard of a model with a layer of
     each kind (all layers, if there is no such model) for three short forwards. The model and
@@ -75,16 +73,13 @@ def find_replay(
     """
     rules = None
     if config.router_replay.is_on:
-        rules = _rules_of(model, device, group)
+        rules = _rules_of(twins, group)
     is_policy = config.optimizer is not None and not config.is_critic
-    return RouteReplay(model, config.pack_sequences, meshes.sequence, rules, is_policy)
+    return RouteReplay(twins.model, config.pack_sequences, meshes.sequence, rules, is_policy)
 
 
-def _rules_of(
-    model: PreTrainedModel,
-    device: torch.device,
-    group: Group,
-) -> RouteRules:
+def _rules_of(twins: Twins, group: RankGroup) -> RouteRules:
+    model = twins.model
     routers = routers_by_layer(model)
     top_k = 0
     problem: str | None = None
@@ -92,7 +87,7 @@ def _rules_of(
         problem = "transformers knows no router for the experts of each layer"
     else:
         try:
-            top_k = _replayed_choices(model, device)
+            top_k = _replayed_choices(twins)
         except (*NOT_UNDERSTOOD, ConfigError) as error:
             problem = reason_of(error)
     if all_agree(problem is None, group):
@@ -105,11 +100,11 @@ def _rules_of(
     )
 
 
-def _replayed_choices(model: PreTrainedModel, device: torch.device) -> int:
+def _replayed_choices(twins: Twins) -> int:
     """The number of experts of a token. ValueError if the experts of a twin cannot be replayed."""
-    config = smaller_config(model) or model.config
+    config = smaller_config(twins.model) or twins.model.config
     dtype = twin_dtype(config)
-    with twin_of(model, config, dtype, device) as twin:
+    with twins.of(config, dtype) as twin:
         routers = routers_by_layer(twin)
         n_experts = {layer: experts_of(router) for layer, router in routers.items()}
         n_layers = count_layers(twin)
@@ -117,7 +112,7 @@ def _replayed_choices(model: PreTrainedModel, device: torch.device) -> int:
 
         # The choices of the routers themselves.
         with torch.no_grad(), _seeing(twin) as plain:
-            twin(input_ids=ids.to(device), use_cache=False)
+            twin(input_ids=ids.to(twins.device), use_cache=False)
         top_k = next(iter(plain.values())).choices.shape[1]
         if top_k < 2:
             raise ValueError("a token has one expert, so that a missing choice looks like expert 0")
@@ -129,9 +124,9 @@ def _replayed_choices(model: PreTrainedModel, device: torch.device) -> int:
                 "attention_mask": torch.ones_like(ids),
                 ROUTES: routes,
             }
-            mb = pack_rows(batch, [0], [_TOKENS]).to(device)
+            mb = pack_rows(batch, [0], [_TOKENS]).to(twins.device)
             with replay.of(mb):
-                twin(input_ids=ids.to(device), use_cache=False)
+                twin(input_ids=ids.to(twins.device), use_cache=False)
 
         # The same choices must change nothing.
         routes = torch.zeros(1, _TOKENS, n_layers, top_k, dtype=torch.int16)

@@ -4,6 +4,7 @@ The plans of transformers are made for inference. A rule that is missing or wron
 error: it gives other outputs, or right outputs with only a part of a gradient.
 """
 
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,10 @@ from ..memory.tensors import local_tensor
 from .meshes import is_cut
 from .probe_model import (
     NOT_UNDERSTOOD,
+    Twins,
     probe_tokens,
     reason_of,
     twin_dtype,
-    twin_of,
     with_few_layers,
 )
 from .tensor_parallel import sum_partial_gradients, tensor_mesh_of
@@ -54,7 +55,7 @@ class _Pair(NamedTuple):
     expected: Tensor
 
 
-def check_tensor_parallel(model: PreTrainedModel, device: torch.device, group: RankGroup) -> None:
+def check_tensor_parallel(twins: Twins, group: RankGroup) -> None:
     """Raise ConfigError unless a small cut model has the outputs of the same model with whole
     matrices, and equal gradients of the weights that are whole in both. Does nothing for a model
     that is not cut.
@@ -63,6 +64,7 @@ def check_tensor_parallel(model: PreTrainedModel, device: torch.device, group: R
     forward and a backward it takes the memory of two models with a few layers, one of them without
     tensor parallelism.
     """
+    model = twins.model
     mesh = tensor_mesh_of(model)
     if mesh is None:
         return
@@ -71,12 +73,15 @@ def check_tensor_parallel(model: PreTrainedModel, device: torch.device, group: R
     name = unsharded_class(model).__name__
     try:
         with (
-            twin_of(model, config, dtype, device) as cut,
-            twin_of(model, config, dtype, device, whole=True) as whole,
+            # Both are freed at the end, because their weights change.
+            closing(twins),
+            closing(Twins(model, twins.device, whole=True)) as others,
+            twins.of(config, dtype) as cut,
+            others.of(config, dtype) as whole,
         ):
             # Equal weights must give equal outputs and gradients.
             _share_weights(cut, whole, mesh)
-            ids = probe_tokens(config, _TOKENS)[None].to(device)
+            ids = probe_tokens(config, _TOKENS)[None].to(twins.device)
             outputs, gradients = _results(cut, whole, ids)
             problem = _first_difference(outputs, gradients, _LIMITS[dtype])
     except NOT_UNDERSTOOD as error:

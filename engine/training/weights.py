@@ -4,12 +4,12 @@ A seeded draw goes block by block over a second model without memory (the skelet
 time exists on the CPU, and its values depend only on the seed and the block's name, never on the
 number of ranks.
 
-After ``to_empty``, non-persistent buffers (rotary frequencies) are garbage. The model's own
-``_init_weights`` computes them again, once over zeros and once over ones. A buffer that it does not
-write differs between the two, which is an error instead of a silent wrong answer.
+On meta, non-persistent buffers (rotary frequencies) have no values. The model's own
+``_init_weights`` computes them, once over zeros and once over ones. A buffer that it does not write
+differs between the two, which is an error instead of a silent wrong answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -26,18 +26,28 @@ from .unsharded import unsharded_class
 Initialize = Callable[[nn.Module], None]
 
 
+def compute_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Buffers that the model's code can compute: name -> value, on the CPU.
+
+    ``model`` is on meta, not yet sharded, and does not change.
+    """
+    first = _initialized_buffers(model, 0)
+    second = _initialized_buffers(model, 1)
+    # Values that do not depend on the garbage were computed.
+    return {name: value for name, value in first.items() if torch.equal(value, second[name])}
+
+
 def give_memory(
     model: PreTrainedModel,
-    skeleton: PreTrainedModel,
+    computed: Mapping[str, Tensor],
     device: torch.device,
     params_on: torch.device | None = None,
 ) -> list[str]:
     """Allocate this rank's shard (uninitialised) on ``params_on``, or on ``device`` with the
-    buffers, and compute every buffer that the model's code can compute.
+    buffers, which get the values of `compute_buffers`.
 
-    ``model`` is on meta and sharded. ``skeleton``, the same model unsharded, has its buffers
-    overwritten. Returns the names of persistent buffers that only a checkpoint can fill. They are
-    NaN or 0.
+    ``model`` is on meta and sharded. Returns the names of persistent buffers that only a checkpoint
+    can fill. They are NaN or 0.
 
     Raises:
         ConfigError: nothing computes a non-persistent buffer.
@@ -53,54 +63,47 @@ def give_memory(
                 if held is not None:
                     members[key] = held.to(device)
 
-    first = _initialized_buffers(skeleton, 0)
-    second = _initialized_buffers(skeleton, 1)
-
-    # Values that do not depend on the garbage were computed.
     unfilled = []
-    for name, module in model.named_modules():
-        for key, buffer in buffers_of(module).items():
-            if buffer is None:
-                continue
-            full = f"{name}.{key}" if name else key
-            if torch.equal(first[full], second[full]):
-                buffer.copy_(first[full])
-            elif not is_persistent(module, key):
-                raise ConfigError(
-                    f"{unsharded_class(module).__name__} at {name!r} does not compute its buffer "
-                    f"{key!r} in _init_weights, so the model cannot be built on the meta device; "
-                    "upgrade transformers or report the architecture"
-                )
-            else:
-                unknown = float("nan") if buffer.is_floating_point() else 0
-                buffer.fill_(unknown)
-                unfilled.append(full)
+    for full, buffer in model.named_buffers():
+        name, _, key = full.rpartition(".")
+        module = model.get_submodule(name)
+        if full in computed:
+            buffer.copy_(computed[full])
+        elif not is_persistent(module, key):
+            raise ConfigError(
+                f"{unsharded_class(module).__name__} at {name!r} does not compute its buffer "
+                f"{key!r} in _init_weights, so the model cannot be built on the meta device; "
+                "upgrade transformers or report the architecture"
+            )
+        else:
+            unknown = float("nan") if buffer.is_floating_point() else 0
+            buffer.fill_(unknown)
+            unfilled.append(full)
     return unfilled
 
 
 @torch.no_grad()
-def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, Tensor]:
+def _initialized_buffers(model: PreTrainedModel, garbage: int) -> dict[str, Tensor]:
     """All buffers, on the CPU, after the modules have initialised themselves over ``garbage``.
-    Parameters stay on meta.
+    Parameters stay on meta, and so do the buffers in the end.
 
     Modules may compute buffers of their children (Falcon-H1), so parents are initialised last.
     """
-    # New tensors, because buffers of the skeleton have no memory, or that of an earlier call.
-    for module in skeleton.modules():
-        for key, buffer in buffers_of(module).items():
-            if buffer is None:
-                continue
-            buffers_of(module)[key] = torch.full(
-                buffer.shape,
-                garbage,
-                dtype=buffer.dtype,
-                device="cpu",
-            )
+    own = []
+    for module in model.modules():
+        members = buffers_of(module)
+        for key, buffer in members.items():
+            if buffer is not None:
+                own.append((members, key, buffer))
+                members[key] = torch.full_like(buffer, garbage, device="cpu")
     # Drawing millions of weights on meta would take longer than all buffers.
-    with torch.random.fork_rng(devices=[]), parameters_left_alone(skeleton):
-        for module, initialize in reversed(_initializers(skeleton)):
+    with torch.random.fork_rng(devices=[]), parameters_left_alone(model):
+        for module, initialize in reversed(_initializers(model)):
             initialize(module)
-    return dict(skeleton.named_buffers(remove_duplicate=False))
+    found = dict(model.named_buffers(remove_duplicate=False))
+    for members, key, buffer in own:
+        members[key] = buffer
+    return found
 
 
 def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Initialize]]:

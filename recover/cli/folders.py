@@ -18,7 +18,7 @@ from ...utils.errors import (
 from ...utils.files import digest_name
 from ...utils.manifest import (
     MANIFEST_NAME,
-    Described,
+    EntryFields,
     Manifest,
     compare_listing,
     described_digest,
@@ -75,7 +75,7 @@ class Folder:
         with open(self._here / name, "rb") as file:
             return os.pread(file.fileno(), n_bytes, begin)
 
-    def digest(self, name: str, entry: Described) -> str:
+    def digest(self, name: str, entry: EntryFields) -> str:
         """Digest of a file, of the kind that its entry in a manifest has."""
         path = self._here / name
         return described_digest(path, entry)
@@ -147,7 +147,7 @@ class UrlFolder(Folder):
         with self._must_have(name):
             return self._remote.read_range(name, begin, end)
 
-    def digest(self, name: str, entry: Described) -> str:
+    def digest(self, name: str, entry: EntryFields) -> str:
         """See `Folder.digest`."""
         if "pieces" in entry:
             read = partial(self.read_range, name)

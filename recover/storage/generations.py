@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...utils.errors import (
     CheckpointCorruptError,
@@ -37,7 +37,6 @@ from ...utils.files import (
 from ...utils.logging import get_logger
 from ...utils.manifest import (
     FileEntry,
-    Manifest,
     check_listing,
     read_manifest,
     verify_file,
@@ -206,7 +205,7 @@ class GenerationStore:
         return 0
 
     def commit(
-        self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Manifest
+        self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]
     ) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
 

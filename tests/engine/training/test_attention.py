@@ -40,6 +40,7 @@ from holdfast.engine.training.microbatch import split_batch
 from holdfast.engine.training.model_output import model_output
 from holdfast.engine.training.packed_batch import MicroBatch
 from holdfast.engine.training.packing import check_packing, prepare_packing
+from holdfast.engine.training.probe_model import Twins
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config
 from tests.engine.models import write_model_folder
@@ -187,7 +188,7 @@ def test_gradients_are_those_of_each_sequence_alone(
     alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
     (alone * upstream).sum().backward()
     expected = _gradients(model)
-    prepare_packing(model, None, CPU)
+    prepare_packing(Twins(model, CPU), TrainEngineConfig())
     assert model.config._attn_implementation == PACKED_ATTENTION
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -225,7 +226,7 @@ def test_no_tensor_of_a_step_has_an_element_for_each_pair_of_tokens(name: str) -
     for attention in ("sdpa", PACKED_ATTENTION):
         model = _model(config)
         if attention == PACKED_ATTENTION:
-            prepare_packing(model, None, CPU)
+            prepare_packing(Twins(model, CPU), TrainEngineConfig())
         with _LargestTensor() as made:
             model_output(model, mb, packed=True).sum().backward()
         largest[attention] = made.n_elements
@@ -244,7 +245,7 @@ def test_a_model_called_outside_of_packed_rows_masks_padding_as_sdpa_does() -> N
             torch.tensor([[1] * 9 + [0] * 3, [1] * 12]),
         ):
             expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            prepare_packing(model, None, CPU)
+            prepare_packing(Twins(model, CPU), TrainEngineConfig())
             assert model.config._attn_implementation == PACKED_ATTENTION
             assert torch.equal(
                 model(input_ids=ids, attention_mask=mask, use_cache=False).logits, expected
@@ -276,7 +277,7 @@ def test_a_model_that_cannot_do_with_it_keeps_its_attention_and_says_so_once(
 ) -> None:
     model = ReadsItsMask(LlamaConfig(**SIZES))
     with caplog.at_level(logging.INFO, logger="holdfast"):
-        prepare_packing(model, None, CPU)
+        prepare_packing(Twins(model, CPU), TrainEngineConfig())
     assert model.config._attn_implementation == "sdpa"
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(
@@ -284,16 +285,16 @@ def test_a_model_that_cannot_do_with_it_keeps_its_attention_and_says_so_once(
     )
     asked = ReadsItsMask(LlamaConfig(**{**SIZES, "attn_implementation": PACKED_ATTENTION}))
     with pytest.raises(ConfigError, match="ReadsItsMask fails at a packed row"):
-        prepare_packing(asked, PACKED_ATTENTION, CPU)
+        prepare_packing(Twins(asked, CPU), TrainEngineConfig(attn_impl=PACKED_ATTENTION))
 
 
 def test_an_attention_that_was_asked_for_is_not_replaced() -> None:
     for name in ("sdpa", "eager"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=name)
-        prepare_packing(model, name, CPU)
+        prepare_packing(Twins(model, CPU), TrainEngineConfig(attn_impl=name))
         assert model.config._attn_implementation == name
     eager = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation="eager")
-    prepare_packing(eager, None, CPU)
+    prepare_packing(Twins(eager, CPU), TrainEngineConfig())
     assert eager.config._attn_implementation == "eager", "transformers chose it: it may know why"
 
 
@@ -313,13 +314,13 @@ def test_the_check_compares_with_what_transformers_computes(
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), attn_implementation=PACKED_ATTENTION
     )
-    check_packing(model, CPU)
+    check_packing(Twins(model, CPU))
     lost = lambda row, **changes: row  # noqa: E731
     monkeypatch.setattr("holdfast.engine.training.attention.replace", lost)
     with pytest.raises(ConfigError, match="in rows of more than 32 tokens"):
-        check_packing(model, CPU)
+        check_packing(Twins(model, CPU))
     model = AutoModelForCausalLM.from_config(config)
-    prepare_packing(model, None, CPU)
+    prepare_packing(Twins(model, CPU), TrainEngineConfig())
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -27,7 +27,7 @@ from transformers import (
 from holdfast.engine import TrainEngineConfig
 from holdfast.engine.training.model import build_on_meta
 from holdfast.engine.training.sharding import block_classes
-from holdfast.engine.training.weights import draw_weights, give_memory
+from holdfast.engine.training.weights import compute_buffers, draw_weights, give_memory
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config
 
@@ -73,19 +73,17 @@ def make_config(name: str) -> PretrainedConfig:
     return MORE[name] if name in MORE else tiny_config(name)
 
 
-def build(
-    folder: Path, name: str, config: PretrainedConfig, **changes: Any
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model on meta twice, from a folder that holds ``config``."""
+def build(folder: Path, name: str, config: PretrainedConfig, **changes: Any) -> PreTrainedModel:
+    """A model on meta, from a folder that holds ``config``."""
     config.save_pretrained(folder)
     attn_impl = "eager" if name in EAGER_ONLY else "sdpa"
     engine_config = TrainEngineConfig(path=str(folder), attn_impl=attn_impl, **changes)
-    return build_on_meta(engine_config), build_on_meta(engine_config)
+    return build_on_meta(engine_config)
 
 
-def fill(model: PreTrainedModel, skeleton: PreTrainedModel, spread: float = 0.0) -> PreTrainedModel:
+def fill(model: PreTrainedModel, spread: float = 0.0) -> PreTrainedModel:
     """Give memory, buffers and seeded weights, ``spread`` wider than in transformers."""
-    give_memory(model, skeleton, CPU)
+    give_memory(model, compute_buffers(model), CPU)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
@@ -95,7 +93,10 @@ def fill(model: PreTrainedModel, skeleton: PreTrainedModel, spread: float = 0.0)
 
 @pytest.mark.parametrize("name", EVERY)
 def test_buffers_are_those_of_a_model_built_normally(name: str, tmp_path: Path) -> None:
-    model = fill(*build(tmp_path, name, make_config(name)))
+    model = build(tmp_path, name, make_config(name))
+    compute_buffers(model)
+    assert all(buffer.is_meta for buffer in model.buffers()), "the model does not change"
+    model = fill(model)
     reference = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
     )
@@ -119,13 +120,12 @@ class _Unwritten(nn.Module):
 def test_a_buffer_that_nothing_computes_is_an_error_rather_than_garbage(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model, skeleton = build(tmp_path, "llama", make_config("llama"))
-    for each in (model, skeleton):
-        each.add_module("extra", _Unwritten(dtype))
+    model = build(tmp_path, "llama", make_config("llama"))
+    model.add_module("extra", _Unwritten(dtype))
     with pytest.raises(
         ConfigError, match="_Unwritten at 'extra' does not compute its buffer 'table'"
     ):
-        give_memory(model, skeleton, CPU)
+        give_memory(model, compute_buffers(model), CPU)
 
 
 def with_dropout(config: PretrainedConfig) -> dict[str, float]:
@@ -147,7 +147,7 @@ def test_disabled_dropout_makes_training_forwards_repeat_and_leaves_the_exported
     config = type(make_config(name))(**make_config(name).to_dict())
     probabilities = with_dropout(config)
     assert probabilities
-    model = fill(*build(tmp_path, name, config), spread=0.2).train()
+    model = fill(build(tmp_path, name, config), spread=0.2).train()
     ids = torch.arange(8)[None]
     first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
     assert torch.equal(first, second)
@@ -167,7 +167,7 @@ def test_dropout_stays_when_it_is_wanted(tmp_path: Path) -> None:
         eos_token_id=2,
     )
     with_dropout(config)
-    model = fill(*build(tmp_path, "gpt2", config, disable_dropout=False), spread=0.2).train()
+    model = fill(build(tmp_path, "gpt2", config, disable_dropout=False), spread=0.2).train()
     first, second = (
         model(input_ids=torch.arange(8)[None], use_cache=False).logits for _ in range(2)
     )
@@ -186,7 +186,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_blocks_are_the_repeated_layers_unless_others_are_named(name: str, tmp_path: Path) -> None:
-    model, _ = build(tmp_path, name, make_config(name))
+    model = build(tmp_path, name, make_config(name))
     (block,) = block_classes(model, None)
     assert block.__name__ == BLOCKS[name]
     assert sum(isinstance(module, block) for module in model.modules()) == 2
@@ -206,8 +206,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, tmp_path: Pa
     ids = torch.arange(12).reshape(2, 6)
     gradients: dict[bool | str, dict[str, Any]] = {}
     for choice in CHOICES[:4]:
-        pair = build(tmp_path, name, make_config(name), gradient_checkpointing=choice)
-        model: Any = fill(*pair, spread=0.2).train()
+        built = build(tmp_path, name, make_config(name), gradient_checkpointing=choice)
+        model: Any = fill(built, spread=0.2).train()
         assert model.is_gradient_checkpointing == bool(choice)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients[choice] = {key: param.grad for key, param in model.named_parameters()}
@@ -267,7 +267,7 @@ def test_each_choice_of_blocks_keeps_fewer_activations(tmp_path: Path) -> None:
     counts: dict[bool | str, float] = {}
     for choice in CHOICES:
         counts[choice] = kept_bytes(
-            fill(*build(tmp_path, "llama", config, gradient_checkpointing=choice)).train()
+            fill(build(tmp_path, "llama", config, gradient_checkpointing=choice)).train()
         )
     shares = {choice: count / counts[False] for choice, count in counts.items()}
     assert shares[True] == pytest.approx(shares["every_1"], rel=0.01) and shares[True] < 0.2, shares
@@ -296,9 +296,9 @@ def test_a_choice_of_blocks_that_does_not_exist_is_refused(
 def test_drawn_weights_have_the_spread_of_the_model_and_repeat(tmp_path: Path) -> None:
     drawn = []
     for seed in (1, 1, 2):
-        model, skeleton = build(tmp_path, "gpt2", make_config("gpt2"))
+        model = build(tmp_path, "gpt2", make_config("gpt2"))
         blocks = block_classes(model, None)
-        give_memory(model, skeleton, CPU)
+        give_memory(model, compute_buffers(model), CPU)
         before = torch.get_rng_state()
         draw_weights(model, build_on_meta(TrainEngineConfig(path=str(tmp_path))), seed, blocks)
         assert torch.equal(torch.get_rng_state(), before), "the run's own generator was drawn from"

@@ -18,6 +18,7 @@ from holdfast.engine.training import logprobs as logprobs_module
 from holdfast.engine.training.head import find_scoring_head
 from holdfast.engine.training.logprobs import token_logprobs
 from holdfast.engine.training.model_output import ModelOutput
+from holdfast.engine.training.probe_model import Twins
 from holdfast.utils.compat.torch_private import TorchDispatchMode
 from holdfast.utils.errors import BatchError
 from tests.engine.architectures.tiny import tiny_config
@@ -180,7 +181,7 @@ def test_no_tensor_of_tokens_times_words_is_made(
 )
 def test_models_that_leave_their_logits_alone_score_in_their_head(model_type: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
-    assert find_scoring_head(model, torch.device("cpu")) is not None
+    assert find_scoring_head(Twins(model, torch.device("cpu"))) is not None
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "cohere"])

@@ -28,6 +28,7 @@ from holdfast.engine.training import probe_model
 from holdfast.engine.training.microbatch import split_batch
 from holdfast.engine.training.model_output import model_output
 from holdfast.engine.training.packing import check_packing
+from holdfast.engine.training.probe_model import Twins
 from holdfast.engine.training.weights import give_memory
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
@@ -61,7 +62,7 @@ def test_a_packed_forward_equals_each_sequence_alone_and_the_padded_forward(name
     scale = float(alone.abs().max())
     assert float((packed - alone).abs().max()) < 1e-5 * scale
     assert float((padded - alone).abs().max()) < 1e-5 * scale
-    check_packing(model, CPU)
+    check_packing(Twins(model, CPU))
 
 
 def test_a_critic_gives_one_float32_value_a_token() -> None:
@@ -75,7 +76,7 @@ def test_a_critic_gives_one_float32_value_a_token() -> None:
         ]
     assert [(v.shape, v.dtype) for v in values] == [(torch.Size([sum(LENGTHS)]), torch.float32)] * 2
     assert torch.allclose(values[0], values[1], atol=0.02)
-    check_packing(critic, CPU)
+    check_packing(Twins(critic, CPU))
 
 
 SIZES: dict[str, Any] = {"vocab_size": 15, "hidden_size": 32}
@@ -148,7 +149,7 @@ def test_a_model_whose_packed_sequences_see_each_other_is_always_refused(
     with pytest.raises(
         ConfigError, match=r"lets packed sequences see each other.*'pack_sequences' to false"
     ):
-        check_packing(model, CPU)
+        check_packing(Twins(model, CPU))
 
 
 def test_a_model_that_fails_at_packed_rows_is_refused_with_reason() -> None:
@@ -161,7 +162,7 @@ def test_a_model_that_fails_at_packed_rows_is_refused_with_reason() -> None:
         ConfigError,
         match=r"^ReformerModelWithLMHead fails at a packed row \(.*'pack_sequences' to false",
     ):
-        check_packing(model, CPU)
+        check_packing(Twins(model, CPU))
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
@@ -174,7 +175,7 @@ def test_no_weights_and_no_precision_are_a_reason_to_refuse(
     model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=dtype).eval()
     with torch.no_grad():
         WEIGHTS[weights](model)
-    check_packing(model, CPU)
+    check_packing(Twins(model, CPU))
 
 
 def test_the_check_leaves_weights_mode_and_generators_alone() -> None:
@@ -184,7 +185,7 @@ def test_the_check_leaves_weights_mode_and_generators_alone() -> None:
         torch.get_rng_state(),
     )
     config = model.config.to_dict()
-    check_packing(model, CPU)
+    check_packing(Twins(model, CPU))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
     assert model.training and model.config.to_dict() == config
@@ -218,8 +219,8 @@ def test_a_model_that_cuts_windows_packs_rows_no_longer_than_these() -> None:
             ConfigError,
             match=r"in rows of more than 64 tokens \(its 'attention_chunk_size'\); set .*mb",
         ):
-            check_packing(model, CPU, max_row_tokens=most)
-    check_packing(model, CPU, max_row_tokens=64)
+            check_packing(Twins(model, CPU), max_row_tokens=most)
+    check_packing(Twins(model, CPU), max_row_tokens=64)
 
 
 def test_windows_and_chunks_that_restart_with_each_sequence_are_packed() -> None:
@@ -228,7 +229,7 @@ def test_windows_and_chunks_that_restart_with_each_sequence_are_packed() -> None
     )
     sliding.layer_types = ["sliding_attention", "full_attention"]
     for config in (sliding, tiny_config("qwen3_tied")):
-        check_packing(AutoModelForCausalLM.from_config(config), CPU)
+        check_packing(Twins(AutoModelForCausalLM.from_config(config), CPU))
 
 
 class LateLeak(LlamaForCausalLM):
@@ -257,10 +258,10 @@ def test_a_deep_model_is_tested_with_a_layer_of_each_kind(monkeypatch: pytest.Mo
         return give_memory(twin, *args)
 
     monkeypatch.setattr(probe_model, "give_memory", sized)
-    check_packing(LlamaForCausalLM(LlamaConfig(**MORE, num_hidden_layers=12)), CPU)
+    check_packing(Twins(LlamaForCausalLM(LlamaConfig(**MORE, num_hidden_layers=12)), CPU))
     assert sizes == [2]
     with pytest.raises(ConfigError, match="LateLeak lets packed sequences see each other"):
-        check_packing(LateLeak(LlamaConfig(**MORE, num_hidden_layers=6)), CPU)
+        check_packing(Twins(LateLeak(LlamaConfig(**MORE, num_hidden_layers=6)), CPU))
     assert sizes == [2, 6]
 
 
@@ -272,7 +273,7 @@ def _sharded_check(rank: int, world_size: int) -> list[str]:
             model = sharded(AutoModelForCausalLM.from_config(config))
         rng = torch.get_rng_state()
         try:
-            check_packing(model, CPU)
+            check_packing(Twins(model, CPU))
             verdicts.append("packed")
         except ConfigError as error:
             verdicts.append(str(error))

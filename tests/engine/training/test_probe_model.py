@@ -2,9 +2,10 @@
 are small.
 """
 
+import copy
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-from transformers import GPT2Config, HunYuanMoEV1Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    HunYuanMoEV1Config,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
-from holdfast.engine.training.probe_model import twin_of, with_few_layers
+from holdfast.engine.config import RouterReplayConfig
+from holdfast.engine.training import probe_model
+from holdfast.engine.training.probe_model import Twins, with_few_layers
+from holdfast.engine.training.weights import give_memory
 from tests.engine.architectures.tiny import tiny_config
-from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
+from tests.engine.hf_models import sharded
+from tests.engine.models import build_reference, tiny_qwen3, tiny_qwen3_moe, write_model_folder
 from tests.engine.test_fsdp_engine import make_batch, make_engine, reference
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
 
 BACKENDS: Any = torch.backends
 PRODUCTS = (BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul)
@@ -37,7 +50,7 @@ def _with_tf32(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         found[f"head, packed {packed}"] = engine._scoring_head is not None
         engine.destroy()
     model = build_reference(tiny_qwen3())
-    with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")):
+    with torch.no_grad(), Twins(model, CPU).of(model.config, torch.float32):
         found["inside"] = [product.fp32_precision for product in PRODUCTS]
     found["after"] = [product.fp32_precision for product in PRODUCTS]
     BACKENDS.fp32_precision = "ieee"
@@ -62,7 +75,7 @@ def _with_older_functions(rank: int, world_size: int) -> list[Any]:
     for precision in ("high", "medium", "highest"):
         torch.set_float32_matmul_precision(precision)
         before = [product.fp32_precision for product in PRODUCTS]
-        with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")):
+        with torch.no_grad(), Twins(model, CPU).of(model.config, torch.float32):
             assert [product.fp32_precision for product in PRODUCTS] == ["ieee"] * 2
             assert torch.get_float32_matmul_precision() == "highest"
         assert [product.fp32_precision for product in PRODUCTS] == before
@@ -86,6 +99,79 @@ def test_a_config_with_a_number_of_experts_for_each_layer_starts(tmp_path: Path)
     engine.destroy()
 
 
+def test_the_probes_of_a_start_share_a_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model_folder(tmp_path / "dense", tiny_qwen3(layers=6))
+    write_model_folder(tmp_path / "experts", tiny_qwen3_moe())
+    n_layers = list[int]()
+
+    def counted(twin: PreTrainedModel, *args: Any) -> list[str]:
+        n_layers.append(twin.config.num_hidden_layers)
+        return give_memory(twin, *args)
+
+    monkeypatch.setattr(probe_model, "give_memory", counted)
+    # Packing, shared prompts and the head. Then packing, the head and the routers.
+    make_engine(tmp_path / "dense", enable_tree_training=True).destroy()
+    assert n_layers == [2]
+    make_engine(tmp_path / "experts", router_replay=RouterReplayConfig("R3")).destroy()
+    assert n_layers == [2, 2]
+
+
+def _other_attention(config: Any) -> None:
+    config.text_config._attn_implementation = "eager"
+
+
+def _other_rotation(config: Any) -> None:
+    config.text_config.rope_parameters["full_attention"]["rope_theta"] = 7.0
+
+
+def _undeclared_key(config: Any) -> None:
+    config.text_config.attention_chunk_size = 8
+
+
+@pytest.mark.parametrize("change", [_other_attention, _other_rotation, _undeclared_key])
+def test_a_twin_serves_again_for_an_equal_config_alone(change: Callable[[Any], None]) -> None:
+    model = build_reference(tiny_config("gemma3"))
+    config, twins = copy.deepcopy(model.config), Twins(model, CPU)
+    with twins.of(config, torch.float32) as first:
+        weights = list(first.parameters())
+    with twins.of(copy.deepcopy(config), torch.float32) as again:
+        assert again is first
+    change(config)
+    with twins.of(config, torch.float32) as other:
+        assert other is not first
+        assert {param.untyped_storage().nbytes() for param in weights} == {0}, "one at a time"
+    with twins.of(config, torch.bfloat16) as half:
+        assert half is not other and half.dtype == torch.bfloat16
+    with suppress(ValueError), twins.of(config, torch.bfloat16) as failed:
+        raise ValueError("inside of a probe")
+    assert failed is half
+    with twins.of(config, torch.bfloat16) as new:
+        assert new is not half
+    twins.close()
+    with twins.of(config, torch.bfloat16) as last:
+        assert last is not new
+
+
+def _after_an_error_on_one_rank(rank: int, world_size: int) -> list[list[float]]:
+    with torch.device("meta"):
+        model = sharded(AutoModelForCausalLM.from_config(tiny_qwen3()))
+    twins, found = Twins(model, CPU), []
+    for fails in (rank == 0, False):
+        with suppress(ValueError), torch.no_grad(), twins.of(model.config, torch.float32) as twin:
+            logits = twin(input_ids=torch.arange(5)[None], use_cache=False).logits
+            found.append(logits.flatten().tolist())
+            if fails:
+                raise ValueError("inside of a probe")
+    return found
+
+
+def test_a_rank_whose_probe_failed_goes_on_with_a_new_twin_and_its_peers_with_theirs() -> None:
+    for first, second in run_ranks(_after_an_error_on_one_rank, 2, timeout_s=20):
+        assert first == second
+
+
 def _under_tensor_parallelism(rank: int, world_size: int) -> list[str]:
     mesh, model = (
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")),
@@ -94,7 +180,7 @@ def _under_tensor_parallelism(rank: int, world_size: int) -> list[str]:
     parallelize_module(model.model.embed_tokens, mesh["tp"], RowwiseParallel())
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh["fsdp"])
-    with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")) as twin:
+    with torch.no_grad(), Twins(model, CPU).of(model.config, torch.float32) as twin:
         params: list[Any] = list(twin.parameters())
         return [f"{param.device_mesh.mesh_dim_names} {param.placements}" for param in params]
 

@@ -27,6 +27,7 @@ from transformers import (
 
 from holdfast.engine import TrainEngineConfig
 from holdfast.engine.training.packing import check_packing
+from holdfast.engine.training.probe_model import Twins
 from holdfast.engine.training.rotary import fix_frequencies, longest_sequence
 from holdfast.utils.errors import BatchError, ConfigError
 from tests.engine.models import write_model_folder
@@ -288,9 +289,9 @@ def test_packing_is_refused_to_a_model_whose_frequencies_depend_on_the_neighbour
         ConfigError,
         match=r"wrongly in rows of more than 64 tokens \(its 'original_max_.*to 64 or less$",
     ):
-        check_packing(model, torch.device("cpu"), max_row_tokens=ORIGINAL + 1)
-    check_packing(model, torch.device("cpu"), max_row_tokens=ORIGINAL)
-    check_packing(Phi3ForCausalLM(CONFIGS["Phi-3-mini-128k"]), torch.device("cpu"))
+        check_packing(Twins(model, torch.device("cpu")), max_row_tokens=ORIGINAL + 1)
+    check_packing(Twins(model, torch.device("cpu")), max_row_tokens=ORIGINAL)
+    check_packing(Twins(Phi3ForCausalLM(CONFIGS["Phi-3-mini-128k"]), torch.device("cpu")))
 
 
 def test_the_limit_of_a_sequence_is_a_positive_number() -> None:

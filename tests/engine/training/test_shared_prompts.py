@@ -23,6 +23,7 @@ from holdfast.engine.training.attention import PackedRow, _attention
 from holdfast.engine.training.microbatch import CutRules, split_batch
 from holdfast.engine.training.packed_batch import MicroBatch, pack_rows
 from holdfast.engine.training.packing import prepare_packing
+from holdfast.engine.training.probe_model import Twins
 from holdfast.engine.training.shared_prompts import (
     Prompts,
     find_prompts,
@@ -628,20 +629,22 @@ class KeepsState(LlamaForCausalLM):
 
 def test_a_model_that_carries_state_from_token_to_token_is_refused() -> None:
     model = KeepsState(tiny_config("meta-llama/Llama-3.1-8B"))
-    prepare_packing(model, None, torch.device("cpu"))  # packed sequences do not see each other
+    twins = Twins(model, torch.device("cpu"))
+    prepare_packing(twins, TrainEngineConfig())  # packed sequences do not see each other
     with pytest.raises(
         ConfigError,
         match="KeepsState cannot be trained with enable_tree_training: sequences with a shared "
         "prompt come out otherwise than alone; set config key 'enable_tree_training' to false",
     ):
-        prepare_packing(model, None, torch.device("cpu"), shares_prompts=True)
+        prepare_packing(twins, TrainEngineConfig(enable_tree_training=True))
 
 
 def test_a_model_with_another_attention_is_refused(folders: Callable[[str], str]) -> None:
     model = build_reference(tiny_config(MODELS["qwen3"]))
     with pytest.raises(ConfigError, match="enable_tree_training: config key 'attn_impl' is 'sdpa'"):
         model.set_attn_implementation("sdpa")
-        prepare_packing(model, "sdpa", torch.device("cpu"), shares_prompts=True)
+        config = TrainEngineConfig(attn_impl="sdpa", enable_tree_training=True)
+        prepare_packing(Twins(model, torch.device("cpu")), config)
 
 
 # A run that is killed
