@@ -26,7 +26,7 @@ from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
 from ..training.adam8bit import BLOCK, PIECE
 from ..training.adam_bf16 import CPU_BUCKET, GPU_BUCKET
-from ..training.checkpointing import keeps_result
+from ..training.checkpointing import KeptResult, keeps_result
 from ..training.gradient_sync import choose_last
 from ..training.host_optimizer import BLOCK_BYTES
 from ..training.logprobs import PASS_ELEMENTS, chunk_elements
@@ -278,8 +278,8 @@ def plan_step(
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a
     row).
 
-    A loss with entropies takes 32 MiB more in the head. With ``compile`` blocks keep less than
-    planned.
+    A loss with entropies, and any loss on a CPU, takes 32 MiB more in the head. With ``compile``
+    blocks keep less than planned.
 
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.
@@ -354,10 +354,11 @@ def plan_step(
     kept = sum([*kept_blocks, kept_rest])
 
     # Logits of a chunk with the pass over them in float32, and the gradient of the hidden states.
+    # After its pass a chunk adds a product to that gradient.
     words = sizes.vocab_size // tensor_ranks
     chunk = min(chunk_elements(words, config.logprobs_chunk_size), row_tokens * words)
-    logits = item * chunk + 4 * min(PASS_ELEMENTS, chunk)
-    logits += 4 * row_tokens * sizes.hidden_size
+    states = row_tokens * sizes.hidden_size
+    logits = item * chunk + 4 * states + max(4 * min(PASS_ELEMENTS, chunk), item * states)
 
     # Parameters of two blocks are gathered at a time, this one and the next, or stay gathered.
     of_blocks = [item * whole(unit.dense, unit.experts) for unit in sizes.blocks]
@@ -568,21 +569,22 @@ def _kept_bytes(
         module: defaultdict(float) for module in (*blocks, model)
     }
     current: list[nn.Module] = [model]
+    results: list[tuple[nn.Module, KeptResult]] = []
 
-    def add(name: str, tensor: Tensor, n_bytes: int) -> None:
+    def add(module: nn.Module, name: str, tensor: Tensor, n_bytes: int) -> None:
         if tensor.shape[-1:] != (width,):  # no hidden states, so tensor parallelism cuts it
             name += "_in_parts"
-        kept[current[-1]][name] += n_bytes / tokens
+        kept[module][name] += n_bytes / tokens
 
     def keep(tensor: Tensor) -> Tensor:
         if storage_id(tensor) not in known:
             known.add(storage_id(tensor))
             held.append(tensor)
-            add("kept", tensor, tensor.untyped_storage().nbytes())
+            add(current[-1], "kept", tensor, tensor.untyped_storage().nbytes())
         return tensor
 
     def add_result(tensor: Tensor) -> None:
-        add("results", tensor, tensor.nbytes)
+        results.append((current[-1], KeptResult(tensor)))
 
     def add_of_attention(name: str, tensor: Tensor) -> None:
         if name == "results":
@@ -609,6 +611,12 @@ def _kept_bytes(
     ):
         model.base_model(input_ids=ids, position_ids=ids.clone(), use_cache=False)
     _attended.reset(token)
+
+    # Without the results that the model has written to.
+    for module, result in results:
+        tensor = result.get()
+        if tensor is not None:
+            add(module, "results", tensor, tensor.nbytes)
     return kept
 
 

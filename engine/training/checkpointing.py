@@ -4,13 +4,20 @@ them.
 Blocks are not wrapped, so names of parameters stay as they are.
 """
 
-from functools import partial
+from collections import Counter, defaultdict
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...utils.compat.torch_private import (
+    TorchDispatchMode,
+    counting_alias,
+    n_writes,
+    tree_leaves,
+    tree_map,
+)
 from ...utils.errors import ConfigError
 
 _PRODUCTS = {"mm", "addmm", "_grouped_mm"}
@@ -29,7 +36,7 @@ def checkpoint_activations(model: PreTrainedModel, choice: bool | str) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if choice == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = _contexts
     model.gradient_checkpointing_enable(options)
     if choice is True or choice == "selective":
         return
@@ -57,7 +64,97 @@ def keeps_result(operator: Any) -> bool:
     return name in _PRODUCTS or "attention" in name or "attn" in name
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if keeps_result(operator):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+class KeptResult:
+    """What an operator has returned, without its graph, until something writes to it.
+
+    The experts of gpt-oss add a bias to their products in place. That operator runs again in the
+    recomputation, and would add the bias to a kept product once more.
+    """
+
+    def __init__(self, result: Any) -> None:
+        self._result = tree_map(_alias, result)
+        self._n_writes = self._count_writes()
+
+    def get(self) -> Any:
+        """The result, or None if it was written to. Then its memory is given up, too."""
+        if self._count_writes() != self._n_writes:
+            self._result = None
+        return self._result
+
+    def _count_writes(self) -> list[int]:
+        tensors = [leaf for leaf in tree_leaves(self._result) if isinstance(leaf, Tensor)]
+        return [n_writes(tensor) for tensor in tensors]
+
+
+def _alias(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return counting_alias(leaf)
+    return leaf
+
+
+_Kept = defaultdict[Any, list[KeptResult | None]]
+"""Results of a block's forward by operator, in the order of its calls. None: used already."""
+
+
+def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Make the contexts of the forward of a block and of its recomputation.
+
+    Those of torch refuse a backward if a kept result was written to.
+    """
+    kept = _Kept(list)
+    return _Forward(kept), _Recomputation(kept)
+
+
+class _Context(TorchDispatchMode):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let a compiled function in the block stay compiled."""
+        return True
+
+
+class _Forward(_Context):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if keeps_result(func):
+            self._kept[func].append(KeptResult(result))
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # Results that the block has written to give up their memory now.
+        for results in self._kept.values():
+            for result in results:
+                if result is not None:
+                    result.get()
+
+
+class _Recomputation(_Context):
+    def __enter__(self) -> Any:
+        self._n_calls = Counter[Any]()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = None
+        if func in self._kept:
+            result = self._take(func)
+        if result is None:
+            return func(*args, **(kwargs or {}))
+        return result
+
+    def _take(self, func: Any) -> Any:
+        """The kept result of the next call of an operator. None: the operator has to run."""
+        number = self._n_calls[func]
+        self._n_calls[func] += 1
+        results = self._kept[func]
+        if number >= len(results):
+            return None
+        kept = results[number]
+        # Each result lives until its first use.
+        results[number] = None
+        if kept is None:
+            return None
+        return kept.get()

@@ -327,12 +327,14 @@ def _grad_logits(
     if factors.at_target is None:
         return out
 
-    # At a target among these words another value. Elsewhere the written one stays.
+    # At a target among these words another value. Elsewhere the written one stays. On CPUs
+    # ``scatter_`` would copy all of ``out`` to float32.
     is_here = (targets >= 0) & (targets < n_words)
-    places = targets.clamp(0, n_words - 1)[:, None]
-    at_target = factors.at_target[:, None].to(out.dtype)
-    values = torch.where(is_here[:, None], at_target, out.gather(1, places))
-    return out.scatter_(1, places, values)
+    rows = torch.arange(len(out), device=out.device)
+    places = (rows, targets.clamp(0, n_words - 1))
+    at_target = factors.at_target.to(out.dtype)
+    out[places] = torch.where(is_here, at_target, out[places])
+    return out
 
 
 def _write_grad(
@@ -486,7 +488,8 @@ class _OfHead(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0)
             if grad_weight is not None:
-                grad_weight[words] = grad.T @ hidden
+                # In place: a product of its own can be as large as the whole gradient.
+                torch.mm(grad.T, hidden, out=grad_weight[words])
             if grad_hidden is not None:
                 grad_hidden += grad @ weight[words]
             del logits, grad  # before the next ones are made

@@ -2,7 +2,10 @@
 
 import os
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
 
 CAN_MEASURE = os.access("/proc/self/clear_refs", os.W_OK)
 """Whether the peak can be reset here."""
@@ -21,3 +24,18 @@ def _status_bytes(key: str) -> int:
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
     )
     return int(line.split()[1]) << 10
+
+
+def peak_allocated_bytes(action: Callable[[], object]) -> int:
+    """Measure the largest sum of bytes that torch holds on the CPU for what ``action`` allocates,
+    memory inside of operators included.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    allocations = [
+        event
+        for event in profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if event.name() == "[memory]"
+    ]
+    allocations.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in allocations))

@@ -65,6 +65,10 @@ NAMES = privates(
         "let an output be used as its logits": ["torch.utils._pytree:tree_map(func, tree)"],
         "tell whether tensors share memory": ["torch:UntypedStorage._cdata"],
         "notice that a tensor was written to while it was copied": ["torch:Tensor._version"],
+        "notice that a result that a checkpoint keeps was written to": [
+            "torch:_C._SetExcludeDispatchKeyGuard",
+            "torch:_C.DispatchKey.ADInplaceOrView",
+        ],
         "tell whether persistent workers have their seed": [
             "torch.utils.data:DataLoader._iterator"
         ],
@@ -345,6 +349,15 @@ def n_writes(tensor: torch.Tensor) -> int:
     if tensor.is_inference():
         return 0
     return tensor._version
+
+
+def counting_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its graph, in the same memory. `n_writes` of both is one count,
+    also inside ``__torch_dispatch__``, where ``detach`` alone would begin another.
+    """
+    key = torch._C.DispatchKey.ADInplaceOrView
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):
+        return tensor.detach()
 
 
 def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:

@@ -202,6 +202,20 @@ def test_fewer_blocks_that_run_again_need_more_memory(tmp_path: Path) -> None:
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] and peaks[0] < peaks[5] < peaks[4]
 
 
+def test_products_that_experts_write_to_are_not_among_the_results_that_selective_keeps(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config("openai/gpt-oss-20b")
+    config.save_pretrained(tmp_path)
+    sizes = measure_model(TrainEngineConfig(path=str(tmp_path)), 64)
+    queries = config.num_attention_heads * config.head_dim
+    keys_and_values = 2 * config.num_key_value_heads * config.head_dim
+    # These products, that of the output and that of the router, in bfloat16.
+    of_a_block = 2 * (queries + keys_and_values + config.hidden_size + config.num_local_experts)
+    for block in sizes.blocks:
+        assert block.results + block.results_in_parts == of_a_block
+
+
 def test_copies_of_the_keys_of_a_shared_prompt_count_in_each_layer_that_keeps_them(
     tmp_path: Path,
 ) -> None:

@@ -84,9 +84,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": EXPERTS},
 }
 PADDED = ("gpt_oss",)
-"""Models whose sequences are not kept apart in packed rows, and whose experts change a product in
-place that ``selective`` keeps.
-"""
+"""Models whose sequences are not kept apart in packed rows."""
 R3 = {"router_replay": RouterReplayConfig("R3"), "optimizer": SGD}
 CUTS = {
     "recomputed": {"gradient_checkpointing": True},

@@ -1,0 +1,74 @@
+"""``gradient_checkpointing: selective`` gives the gradients of a model that keeps everything, also
+where a model writes to a result that would be kept.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from holdfast.engine.training.checkpointing import _contexts, checkpoint_activations
+from tests.engine.architectures.released import model_names, tiny_config
+from tests.tiers import slow_but
+
+
+@pytest.mark.parametrize("name", slow_but(["openai/gpt-oss-20b"], model_names()))
+def test_selective_checkpointing_changes_no_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.train()
+    ids = torch.arange(24).reshape(2, 12) + 10
+
+    def gradients() -> dict[str, Tensor]:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found = {key: param.grad for key, param in model.named_parameters()}
+        model.zero_grad()
+        return {key: gradient for key, gradient in found.items() if gradient is not None}
+
+    expected = gradients()
+    checkpoint_activations(model, "selective")
+    found = gradients()
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert torch.equal(found[key], gradient), key
+
+
+def _block(hidden: Tensor, weight: Tensor, calls: list[str], writes: bool) -> tuple[Tensor, Tensor]:
+    """A product, which may be written to, and what the backward needs it for."""
+    calls.append("block")
+    product = hidden @ weight
+    if writes:
+        product.add_(1.0)
+    return product, (3 * product).sin()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("writes_later", [False, True])
+def test_a_result_that_was_written_to_is_computed_again(writes: bool, writes_later: bool) -> None:
+    calls: list[str] = []
+    leaf = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for wrapped in (False, True):
+        hidden = leaf.clone().requires_grad_()
+        block: Any = partial(_block, weight=weight, calls=calls, writes=writes)
+        if wrapped:
+            block = partial(checkpoint, block, use_reentrant=False, context_fn=_contexts)
+        product, other = block(hidden)
+        if writes_later:
+            product.add_(1.0)
+        loss = product.square().sum() + other.square().sum()
+        # A second backward finds no kept results.
+        (once,) = torch.autograd.grad(loss, [hidden], retain_graph=True)
+        (twice,) = torch.autograd.grad(loss, [hidden])
+        gradients.append((once, twice))
+    assert len(calls) == 4, "two forwards, and a recomputation for each backward"
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
