@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,10 +33,7 @@ def peak_allocated_bytes(action: Callable[[], object]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
-    allocations = [
-        event
-        for event in profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        if event.name() == "[memory]"
-    ]
+    events: list[Any] = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    allocations = [event for event in events if event.name() == "[memory]"]
     allocations.sort(key=lambda event: event.start_ns())
     return max(accumulate(event.nbytes() for event in allocations))
