@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ...utils.compat.torch_private import TorchDispatchMode, storage_id, tree_leaves, without_memory
+from ...utils.compat.torch_private import TorchDispatchMode, storage_id, without_memory
 from ...utils.compat.transformers_private import set_attention
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
@@ -26,7 +26,7 @@ from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
 from ..training.adam8bit import BLOCK, PIECE
 from ..training.adam_bf16 import CPU_BUCKET, GPU_BUCKET
-from ..training.checkpointing import KeptResult, keeps_result
+from ..training.checkpointing import KeptMemory, KeptResult, tensors_of
 from ..training.gradient_sync import choose_last
 from ..training.host_optimizer import BLOCK_BYTES
 from ..training.logprobs import PASS_ELEMENTS, chunk_elements
@@ -583,12 +583,12 @@ def _kept_bytes(
             add(current[-1], "kept", tensor, tensor.untyped_storage().nbytes())
         return tensor
 
-    def add_result(tensor: Tensor) -> None:
-        results.append((current[-1], KeptResult(tensor)))
+    def add_result(result: KeptResult) -> None:
+        results.append((current[-1], result))
 
     def add_of_attention(name: str, tensor: Tensor) -> None:
         if name == "results":
-            add_result(tensor)
+            add_result(KeptResult(tensor))
         else:
             kept[current[-1]][name] += tensor.nbytes / tokens
 
@@ -614,8 +614,7 @@ def _kept_bytes(
 
     # Without the results that the model has written to.
     for module, result in results:
-        tensor = result.get()
-        if tensor is not None:
+        for tensor in tensors_of(result.get()):
             add(module, "results", tensor, tensor.nbytes)
     return kept
 
@@ -623,9 +622,10 @@ def _kept_bytes(
 class _Results(TorchDispatchMode):
     """Reports the results of operators that ``gradient_checkpointing: selective`` keeps."""
 
-    def __init__(self, add: Callable[[Tensor], None]) -> None:
+    def __init__(self, add: Callable[[KeptResult], None]) -> None:
         super().__init__()
         self._add = add
+        self._memory = KeptMemory()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "_grouped_mm" in func.name() and args[0].dtype != torch.bfloat16:
@@ -633,10 +633,9 @@ class _Results(TorchDispatchMode):
             out = args[0].new_empty(len(args[0]), args[1].shape[-1])
         else:
             out = func(*args, **(kwargs or {}))
-        if keeps_result(func):
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor):
-                    self._add(tensor)
+        kept = self._memory.note(func, out)
+        if kept is not None:
+            self._add(kept)
         return out
 
 

@@ -63,8 +63,9 @@ class CallPool:
 
         Raises:
             CallLost: the call hung or ended its process twice.
-            ConfigError: function or arguments cannot be pickled, or the pool is closed.
-            Exception: any error of ``fn``.
+            ConfigError: function or arguments are of a type that cannot be pickled, or the pool is
+                closed.
+            Exception: any error of ``fn``, and of an argument while it is pickled.
         """
         return await self._start(_ATTEMPTS, fn, args, kwargs)
 

@@ -7,6 +7,7 @@ Blocks are not wrapped, so names of parameters stay as they are.
 from collections import Counter, defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -15,6 +16,7 @@ from ...utils.compat.torch_private import (
     TorchDispatchMode,
     counting_alias,
     n_writes,
+    storage_id,
     tree_leaves,
     tree_map,
 )
@@ -65,7 +67,7 @@ def keeps_result(operator: Any) -> bool:
 
 
 class KeptResult:
-    """What an operator has returned, without its graph, until something writes to it.
+    """What an operator has returned, without its graph, until an operator of torch writes to it.
 
     The experts of gpt-oss add a bias to their products in place. That operator runs again in the
     recomputation, and would add the bias to a kept product once more.
@@ -73,23 +75,58 @@ class KeptResult:
 
     def __init__(self, result: Any) -> None:
         self._result = tree_map(_alias, result)
-        self._n_writes = self._count_writes()
+        self._counted: list[tuple[Tensor, int]] = []
+        for tensor in tensors_of(self._result):
+            self.watch(tensor)
+
+    def watch(self, view: Tensor) -> None:
+        """Count writes to a tensor in the memory of the result, too."""
+        alias = counting_alias(view)
+        self._counted.append((alias, n_writes(alias)))
 
     def get(self) -> Any:
         """The result, or None if it was written to. Then its memory is given up, too."""
-        if self._count_writes() != self._n_writes:
+        if any(n_writes(tensor) != count for tensor, count in self._counted):
             self._result = None
+            self._counted.clear()
         return self._result
-
-    def _count_writes(self) -> list[int]:
-        tensors = [leaf for leaf in tree_leaves(self._result) if isinstance(leaf, Tensor)]
-        return [n_writes(tensor) for tensor in tensors]
 
 
 def _alias(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return counting_alias(leaf)
     return leaf
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors in what an operator has returned."""
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+class KeptMemory:
+    """Finds the kept result in whose memory a tensor is."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, KeptResult] = {}
+
+    def note(self, operator: Any, result: Any) -> KeptResult | None:
+        """Note what an operator has returned. Return it if it is to be kept."""
+        if keeps_result(operator):
+            kept = KeptResult(result)
+            for tensor in tensors_of(result):
+                self._results[storage_id(tensor)] = kept
+            return kept
+
+        # A product of three dimensions is such a view, whose writes torch counts by themselves.
+        if operator is torch.ops.aten._unsafe_view.default:
+            owner = self._results.get(storage_id(result))
+            if owner is not None:
+                owner.watch(result)
+        return None
+
+    def clear(self) -> None:
+        """Forget all results."""
+        self._results.clear()
 
 
 _Kept = defaultdict[Any, list[KeptResult | None]]
@@ -117,14 +154,20 @@ class _Context(TorchDispatchMode):
 
 
 class _Forward(_Context):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__(kept)
+        self._memory = KeptMemory()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if keeps_result(func):
-            self._kept[func].append(KeptResult(result))
+        kept = self._memory.note(func, result)
+        if kept is not None:
+            self._kept[func].append(kept)
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._memory.clear()
         # Results that the block has written to give up their memory now.
         for results in self._kept.values():
             for result in results:
@@ -151,7 +194,10 @@ class _Recomputation(_Context):
         self._n_calls[func] += 1
         results = self._kept[func]
         if number >= len(results):
-            return None
+            raise ConfigError(
+                f"a block calls {func} more often in its recomputation than in its forward, so "
+                "kept results cannot be told apart; set config key 'gradient_checkpointing' to true"
+            )
         kept = results[number]
         # Each result lives until its first use.
         results[number] = None

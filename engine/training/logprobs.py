@@ -488,8 +488,11 @@ class _OfHead(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0)
             if grad_weight is not None:
-                # In place: a product of its own can be as large as the whole gradient.
-                torch.mm(grad.T, hidden, out=grad_weight[words])
+                if torch.is_autocast_enabled(grad.device.type):
+                    grad_weight[words] = grad.T @ hidden
+                else:
+                    # In place: a product of its own can be as large as the whole gradient.
+                    torch.mm(grad.T, hidden, out=grad_weight[words])
             if grad_hidden is not None:
                 grad_hidden += grad @ weight[words]
             del logits, grad  # before the next ones are made

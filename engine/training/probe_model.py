@@ -85,7 +85,7 @@ class Twins:
                 self._built_from = None
                 raise
             finally:
-                # As new: the next forward gathers what that of a new twin on another rank gathers.
+                # The next forward gathers what that of a new twin on another rank gathers.
                 for module in self._last.modules():
                     if isinstance(module, FSDPModule):
                         module.reshard()

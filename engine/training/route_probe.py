@@ -157,6 +157,7 @@ def _replayed_choices(twins: Twins) -> int:
                 raise ValueError(f"an expert given to layer {layer} has weight 0")
             if not taken.gradient:
                 raise ValueError(f"the router of layer {layer} gets no gradient")
+    twins.close()  # the routers of this one are wrapped
     return top_k
 
 

@@ -89,21 +89,23 @@ def _initialized_buffers(model: PreTrainedModel, garbage: int) -> dict[str, Tens
 
     Modules may compute buffers of their children (Falcon-H1), so parents are initialised last.
     """
-    own = []
+    own: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
     for module in model.modules():
         members = buffers_of(module)
+        own.append((members, dict(members)))
         for key, buffer in members.items():
             if buffer is not None:
-                own.append((members, key, buffer))
                 members[key] = torch.full_like(buffer, garbage, device="cpu")
-    # Drawing millions of weights on meta would take longer than all buffers.
-    with torch.random.fork_rng(devices=[]), parameters_left_alone(model):
-        for module, initialize in reversed(_initializers(model)):
-            initialize(module)
-    found = dict(model.named_buffers(remove_duplicate=False))
-    for members, key, buffer in own:
-        members[key] = buffer
-    return found
+    try:
+        # Drawing millions of weights on meta would take longer than all buffers.
+        with torch.random.fork_rng(devices=[]), parameters_left_alone(model):
+            for module, initialize in reversed(_initializers(model)):
+                initialize(module)
+        return dict(model.named_buffers(remove_duplicate=False))
+    finally:
+        for members, before in own:
+            members.clear()
+            members.update(before)
 
 
 def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Initialize]]:

@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 START_S = 300.0
 GONE_S = 15.0
-LIMITS = WatchLimits(max_restarts=50, hang_timeout_s=30.0, stop_timeout_s=5.0)
+LIMITS = WatchLimits(max_restarts=50, hang_timeout_s=20.0, stop_timeout_s=5.0)
+HANG_S = 2 * LIMITS.hang_timeout_s
+"""Silence of a server, and the question that follows."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,8 @@ def test_a_killed_server_is_gone_and_serves_the_newest_weights_again(
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
 
-    wait_until(lambda: not any(member.alive() for member in members), GONE_S)
+    # Without its detokenizer SGLang answers nothing and does not end.
+    wait_until(lambda: not any(member.alive() for member in members), GONE_S + HANG_S)
     gone_s = time.monotonic() - began
     wait_until(lambda: fleet.serving() not in ([], [before]), START_S)
     print(f"\n{who}: gone {gone_s:.1f} s, serving {time.monotonic() - began:.1f} s")

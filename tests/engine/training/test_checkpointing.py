@@ -9,17 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OlmoConfig, PretrainedConfig
 
 from holdfast.engine.training.checkpointing import _contexts, checkpoint_activations
+from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import model_names, tiny_config
 from tests.tiers import slow_but
 
 
 @pytest.mark.parametrize("name", slow_but(["openai/gpt-oss-20b"], model_names()))
 def test_selective_checkpointing_changes_no_gradient(name: str) -> None:
+    check_gradients(tiny_config(name))
+
+
+def test_products_that_are_clamped_in_place_are_computed_again() -> None:
+    config = OlmoConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.05,
+        clip_qkv=0.05,
+    )
+    check_gradients(config)
+
+
+def check_gradients(config: PretrainedConfig) -> None:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -51,9 +69,12 @@ def _block(hidden: Tensor, weight: Tensor, calls: list[str], writes: bool) -> tu
 
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("writes_later", [False, True])
-def test_a_result_that_was_written_to_is_computed_again(writes: bool, writes_later: bool) -> None:
+@pytest.mark.parametrize("shape", [(4, 4), (1, 4, 4)])
+def test_a_result_that_was_written_to_is_computed_again(
+    writes: bool, writes_later: bool, shape: tuple[int, ...]
+) -> None:
     calls: list[str] = []
-    leaf = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    leaf = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     gradients = []
     for wrapped in (False, True):
@@ -72,3 +93,19 @@ def test_a_result_that_was_written_to_is_computed_again(writes: bool, writes_lat
     assert len(calls) == 4, "two forwards, and a recomputation for each backward"
     for expected, found in zip(*gradients, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_block_that_computes_more_in_its_recomputation_is_refused() -> None:
+    hidden = torch.ones(2, 2, requires_grad=True)
+    calls: list[int] = []
+
+    def block(hidden: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            hidden.detach() @ hidden.detach()
+        return ((hidden @ hidden).sin() @ hidden).sin()
+
+    out = checkpoint(block, hidden, use_reentrant=False, context_fn=_contexts)
+    assert isinstance(out, Tensor)
+    with pytest.raises(ConfigError, match="gradient_checkpointing"):
+        out.sum().backward()
