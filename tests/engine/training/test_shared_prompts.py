@@ -16,7 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from holdfast.engine import FSDPEngine, MicroBatchSpec, TrainEngineConfig
 from holdfast.engine.api import Batch
-from holdfast.engine.rl import DPO, DPOConfig, PPOActor, PPOActorConfig
+from holdfast.engine.rl import (
+    DPO,
+    DPOConfig,
+    PPOActor,
+    PPOActorConfig,
+    RewardModel,
+    RewardModelConfig,
+)
 from holdfast.engine.rl.update import split_minibatches
 from holdfast.engine.training import compilation
 from holdfast.engine.training.attention import PackedRow, _attention
@@ -339,6 +346,7 @@ STEPS = [(model, Mesh(2, backend)) for model in MODELS for backend in ("fsdp", "
 STEPS.append(("qwen3", Mesh(2, "fsdp", replicas=2)))
 if HAS_PLANS:
     STEPS += [("qwen3", Mesh(2, "fsdp:t2")), ("qwen3_moe", Mesh(2, "fsdp:e2"))]
+    STEPS.append(("qwen3", Mesh(4, "fsdp:c2t2")))
 
 
 @pytest.mark.slow
@@ -501,28 +509,33 @@ def test_adapters_and_pairs_have_the_gradient_of_whole_rows(
     base = write_base(tmp_path / "base")
     pairs = grouped_batch([(9, (4, 3, 2, 6)), (12, (5, 1))])
     pairs["ref_logp"] = torch.full(pairs["input_ids"].shape, -2.7)
-    found: dict[str, list[Any]] = {"lora": [], "dpo": []}
+    found: dict[str, list[Any]] = {"lora": [], "dpo": [], "reward": []}
     for shares in (False, True):
         adapters = lora_engine(base, enable_tree_training=shares)
         stats = adapters.train_batch(grouped_batch(), nll, loss_tokens)
         found["lora"].append((stats["loss"], stats["grad_norm"]))
         adapters.destroy()
 
-        config = DPOConfig(
-            path=folders("qwen3"),
-            dtype="float32",
-            optimizer=SGD,
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=40),
-            enable_tree_training=shares,
-        )
-        engine = FSDPEngine(config)
-        start(engine)
-        gradients = capture_gradients(engine)
-        DPO(config, engine).train_dpo(pairs)
-        found["dpo"].append(gradients)
-        engine.destroy()
+        for kind, config_cls in (("dpo", DPOConfig), ("reward", RewardModelConfig)):
+            config = config_cls(
+                path=folders("qwen3"),
+                dtype="float32",
+                optimizer=SGD,
+                mb_spec=MicroBatchSpec(max_tokens_per_mb=40),
+                enable_tree_training=shares,
+            )
+            engine = FSDPEngine(config)
+            start(engine)
+            gradients = capture_gradients(engine)
+            if isinstance(config, DPOConfig):
+                DPO(config, engine).train_dpo(pairs)
+            else:
+                RewardModel(config, engine).train_rw(pairs)
+            found[kind].append(gradients)
+            engine.destroy()
     assert found["lora"][1] == pytest.approx(found["lora"][0], rel=1e-5)
-    same_gradients(found["dpo"][1], found["dpo"][0])
+    for kind in ("dpo", "reward"):
+        same_gradients(found[kind][1], found[kind][0])
 
 
 def _routed(rank: int, world_size: int, folder: str, backend: str) -> None:
