@@ -45,6 +45,8 @@ def shard_model(
         in_group = isinstance(module, blocks) or module is embedding
         if in_group and not isinstance(module, FSDPModule):
             fully_shard(module, **options)
+    if config.is_critic:
+        model.register_forward_hook(_copy_values)
     fully_shard(model, **options)
     set_overlap(model, config.fsdp)
 
@@ -54,6 +56,12 @@ def shard_model(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 fill_missing_gradients(module, filled)
+
+
+def _copy_values(model: nn.Module, args: Any, output: Any) -> Any:
+    # The values of a head with a bias are a view of its product, and FSDP2 warns of views.
+    output.logits = output.logits.clone()
+    return output
 
 
 def fsdp_options(config: TrainEngineConfig, mesh: DeviceMesh) -> dict[str, Any]:

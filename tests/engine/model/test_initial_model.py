@@ -303,6 +303,7 @@ HEADS = {
 }
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(
     name: str, tmp_path: Path
