@@ -102,10 +102,9 @@ coverage: $(INSTALLED)  ## Run the tests of TIER in sight of coverage, in all th
 	$(COVERAGE) report | tee coverage_out/report.txt
 	@test ! -e coverage_out/failed
 
-durations: $(INSTALLED)  ## Run both tiers and write tests/durations.md
-	$(PYTEST) $(BY_FILE) --junitxml=durations_out/fast.xml
-	$(PYTEST) $(ONE_BY_ONE) -m slow --junitxml=durations_out/slow.xml
-	$(PY) -m tests.durations durations_out/fast.xml durations_out/slow.xml
+durations: $(INSTALLED)  ## Run make test and write tests/durations.md
+	$(PYTEST) $(BY_FILE) --junitxml=durations_out/report.xml
+	$(PY) -m tests.durations durations_out/report.xml
 
 lint: $(INSTALLED)  ## Check style, types, language, density and what may import what
 	$(VENV)/bin/ruff check .

@@ -1,6 +1,4 @@
-"""Time of the tests by file, from the junit XML of both tiers. ``make durations`` writes the
-table.
-"""
+"""Time of `make test` by file, from its junit XML. ``make durations`` writes the table."""
 
 import argparse
 import platform
@@ -26,27 +24,20 @@ def by_file(report: Path) -> dict[str, tuple[int, float]]:
     return dict(found)
 
 
-def _sums(tier: dict[str, tuple[int, float]]) -> tuple[int, float]:
-    return sum(tests for tests, _ in tier.values()), sum(seconds for _, seconds in tier.values())
-
-
-def render(fast: dict[str, tuple[int, float]], slow: dict[str, tuple[int, float]], how: str) -> str:
-    """Format the page: files by their seconds in the fast tier, longest first."""
-    none = (0, 0.0)
-    rows = [
-        (file, *fast.get(file, none), *slow.get(file, none)) for file in fast.keys() | slow.keys()
-    ]
-    rows.sort(key=lambda row: (-row[2], -row[4], row[0]))
-    rows.append(("total", *_sums(fast), *_sums(slow)))
-    lines = [f"| {name} | {n} | {s:.1f} | {m} | {t:.1f} |" for name, n, s, m, t in rows]
+def render(files: dict[str, tuple[int, float]], how: str) -> str:
+    """Format the page: files by their seconds, longest first."""
+    rows = sorted(files.items(), key=lambda row: (-row[1][1], row[0]))
+    total = (sum(tests for tests, _ in files.values()), sum(each for _, each in files.values()))
+    rows.append(("total", total))
+    lines = [f"| {name} | {tests} | {seconds:.1f} |" for name, (tests, seconds) in rows]
     return "\n".join(
         (
             "# Seconds of the tests",
             "",
-            f"{how} Tests run side by side, so the sums are larger than the time that passes.",
+            f"{how} Tests run side by side, so the sum is larger than the time that passes.",
             "",
-            "| file | tests in `make test` | seconds | tests in `make test-slow` | seconds |",
-            "|---|---:|---:|---:|---:|",
+            "| file | tests in `make test` | seconds |",
+            "|---|---:|---:|",
             *lines,
             "",
         )
@@ -56,8 +47,7 @@ def render(fast: dict[str, tuple[int, float]], slow: dict[str, tuple[int, float]
 def main() -> None:
     """Write the page next to this file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("fast", type=Path, help="junit XML of make test")
-    parser.add_argument("slow", type=Path, help="junit XML of make test-slow")
+    parser.add_argument("report", type=Path, help="junit XML of make test")
     parser.add_argument(
         "--note", default="", help="a remark for the page, for example other load on the machine"
     )
@@ -65,7 +55,7 @@ def main() -> None:
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     how = f"Measured on {date.today()} by `make durations`: {versions}."
     note = f" {options.note}" if options.note else ""
-    PAGE.write_text(render(by_file(options.fast), by_file(options.slow), how + note))
+    PAGE.write_text(render(by_file(options.report), how + note))
 
 
 if __name__ == "__main__":

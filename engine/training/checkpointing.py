@@ -7,7 +7,6 @@ Blocks are not wrapped, so names of parameters stay as they are.
 from collections import Counter, defaultdict
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -15,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...utils.compat.torch_private import (
     TorchDispatchMode,
     counting_alias,
+    makes_uncounted_view,
     n_writes,
     storage_id,
     tree_leaves,
@@ -117,8 +117,7 @@ class KeptMemory:
                 self._results[storage_id(tensor)] = kept
             return kept
 
-        # A product of three dimensions is such a view, whose writes torch counts by themselves.
-        if operator is torch.ops.aten._unsafe_view.default:
+        if makes_uncounted_view(operator):
             owner = self._results.get(storage_id(result))
             if owner is not None:
                 owner.watch(result)

@@ -66,6 +66,7 @@ NAMES = privates(
         "tell whether tensors share memory": ["torch:UntypedStorage._cdata"],
         "notice that a tensor was written to while it was copied": ["torch:Tensor._version"],
         "notice that a result that a checkpoint keeps was written to": [
+            "torch.ops:aten._unsafe_view",
             "torch:_C._SetExcludeDispatchKeyGuard",
             "torch:_C.DispatchKey.ADInplaceOrView",
         ],
@@ -349,6 +350,13 @@ def n_writes(tensor: torch.Tensor) -> int:
     if tensor.is_inference():
         return 0
     return tensor._version
+
+
+def makes_uncounted_view(operator: Any) -> bool:
+    """Whether an operator returns a tensor in the memory of its argument, whose `n_writes` are
+    counted by themselves. A product of three dimensions is one.
+    """
+    return operator is torch.ops.aten._unsafe_view.default
 
 
 def counting_alias(tensor: torch.Tensor) -> torch.Tensor:

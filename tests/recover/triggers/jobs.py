@@ -27,7 +27,8 @@ class Job:
         self.process.start()
         theirs.close()
 
-    def receive(self, timeout_s: float = 20) -> Any:
+    def receive(self, timeout_s: float = 90) -> Any:
+        """Return what the job sends next. A job that starts processes may import for a while."""
         assert self.pipe.poll(stretched(timeout_s)), "the job says nothing"
         return self.pipe.recv()
 
