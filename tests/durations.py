@@ -18,7 +18,9 @@ def by_file(report: Path) -> dict[str, tuple[int, float]]:
     """
     found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for case in ElementTree.parse(report).iter("testcase"):
-        file = case.attrib["classname"].replace(".", "/") + ".py"
+        # A module that is skipped as a whole has a name alone.
+        module = case.attrib["classname"] or case.attrib["name"]
+        file = module.replace(".", "/") + ".py"
         tests, seconds = found[file]
         found[file] = tests + 1, seconds + float(case.attrib["time"])
     return dict(found)
