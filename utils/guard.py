@@ -194,8 +194,11 @@ def _take_shelter(keeper: int) -> int:
     """
     shelter = os.getpid()
     _adopt_orphans()
+    # The child may end the group, this process too, before the handler is there.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     guard = os.fork()
     if guard == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return shelter
 
     def pass_on(*_: object) -> None:
@@ -203,6 +206,7 @@ def _take_shelter(keeper: int) -> int:
             os.kill(guard, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     is_kept = True
     while True:
         ended, status = os.waitpid(guard, os.WNOHANG)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.utils.guard import __file__ as guard_file
 from holdfast.utils.guard import end_guarded, guarded_pid, start_guarded
 from tests.limits import stretched, wait_until
 from tests.live_vllm.live_server import LiveServer
@@ -188,6 +189,29 @@ def test_a_keeper_ends_a_sheltered_program_and_gets_its_exit_code(
 def test_a_program_that_ends_at_once_is_noticed(sheltered: bool) -> None:
     guards = [start_guarded(["sh", "-c", "exit 3"], sheltered=sheltered) for _ in range(20)]
     assert [guard.wait(stretched(10)) for guard in guards] == [3] * 20
+
+
+_SLOW_SHELTER = """
+import os, runpy, sys, time
+fork = os.fork
+
+def fork_and_wait():
+    pid = fork()
+    if pid:
+        time.sleep(0.5)
+    return pid
+
+os.fork = fork_and_wait
+sys.argv = [sys.argv[1], str(os.getppid()), "1.0", "1", "sh", "-c", "exit 3"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A shelter that gets no processor time after its fork."""
+
+
+def test_a_shelter_outlives_a_guard_that_is_faster_than_it() -> None:
+    command = [sys.executable, "-c", _SLOW_SHELTER, guard_file]
+    done = subprocess.run(command, start_new_session=True, timeout=stretched(20))
+    assert done.returncode == 3
 
 
 def test_a_program_that_does_not_exist_is_refused() -> None:

@@ -24,7 +24,7 @@ from holdfast.engine.rollouts import CallPool
 from holdfast.integrations.accelerate import recoverable
 from holdfast.recover.triggers import StopRequests
 from holdfast.utils.errors import Preempted
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 from tests.recover.runs import Tiny, make_handler, names, step_info
 from tests.recover.triggers.jobs import job
 from tests.tiers import slow_but
@@ -270,7 +270,7 @@ def test_helpers_end_with_a_job_that_was_killed_unless_they_left_its_session(
         (program,), pids = sorted([_tuple(running.receive()), _tuple(running.receive())], key=len)
         reading, leaving, program = (psutil.Process(pid) for pid in (*pids, program))
         try:
-            assert os.getpgid(reading.pid) not in (running.process.pid, reading.pid)
+            wait_until(lambda: os.getpgid(reading.pid) not in (running.process.pid, reading.pid))
             if end == "killed":
                 running.process.kill()
                 reading.wait(stretched(10))
