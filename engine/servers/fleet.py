@@ -398,7 +398,7 @@ class ServerFleet(Generic[S]):
             )
 
         awake = len(members) - len(failed)
-        if awake < needed and self._come_back(failed):
+        if awake < needed and self._have_ended(failed):
             self.await_start(needed)
             awake = len(self._members)  # servers that are started again do not sleep
         if awake < needed:

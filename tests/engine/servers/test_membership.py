@@ -21,7 +21,13 @@ from holdfast.engine.servers.api import (
     ServerReport,
     ServerState,
 )
-from holdfast.utils.errors import ConfigError, PublishError, RolloutError, ServerError
+from holdfast.utils.errors import (
+    ConfigError,
+    PublishError,
+    RolloutError,
+    ServerError,
+    UnreachableServerError,
+)
 from tests.engine.rollouts.servers import make_executor
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.scripted import (
@@ -273,6 +279,7 @@ class DyingServer(SleepyServer):
         super().__init__(name)
         self._source, self._successor = source, successor
         self._ends = False
+        self.error: ServerError = ServerError("POST /sleep was answered with 500")
 
     def sleep(self, level: int = 1) -> None:
         self._end()
@@ -286,7 +293,7 @@ class DyingServer(SleepyServer):
             if self._successor is not None:
                 Timer(0.6, self._source.up.append, [self._successor]).start()
         self._ends = True
-        raise ServerError("POST /sleep was answered with 500")
+        raise self.error
 
 
 def test_a_server_whose_engine_was_killed_has_no_memory_once_it_has_ended() -> None:
@@ -297,11 +304,13 @@ def test_a_server_whose_engine_was_killed_has_no_memory_once_it_has_ended() -> N
         assert report.state is ServerState.STARTING
 
 
-def test_waking_up_waits_for_a_server_whose_engine_was_killed(
-    published: Callable[[int], Path],
+@pytest.mark.parametrize("error", [ServerError, UnreachableServerError])
+def test_waking_up_waits_for_a_server_that_was_killed(
+    published: Callable[[int], Path], error: type[ServerError]
 ) -> None:
     source = Source()
     dying = DyingServer("first", source, SleepyServer("first, started again"))
+    dying.error = error("POST /wake_up failed")
     source.up.append(dying)
     with closing(ServerFleet(source, probe_interval_s=0.05)) as fleet:
         fleet.update(published(1), 1, LIMIT_S)
