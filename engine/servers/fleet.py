@@ -37,6 +37,7 @@ from ...utils.errors import (
     SlowServerError,
     UnreachableServerError,
     WorkerLost,
+    WrongContentError,
 )
 from ...utils.logging import get_logger
 from ...utils.stopping import require_no_stop
@@ -66,7 +67,7 @@ _START_LOOK_S = 0.1
 _REMOVAL_LOOK_S = 1.0
 _STOP_LOOK_S = 0.2
 _END_S = 30.0
-"""Longest time in which a server with a broken engine ends."""
+"""Longest time between an error of a server with a dead engine and its end."""
 
 
 class ServerFleet(Generic[S]):
@@ -197,7 +198,9 @@ class ServerFleet(Generic[S]):
 
         All servers are told at once, even if their label is right, because a server may be paused.
         A server that missed the last update is waited for only while its confirmation is needed,
-        any other until it answers. The prober updates the rest, also after an error.
+        any other until it answers. The prober updates the rest, also after an error. If servers of
+        a source fail, they have 30 s to end, because the engine of one may be dead, and are waited
+        for again (``server_wait_s``).
 
         Args:
             path: folder of the version, as `publish_weights` writes it. The servers must see it
@@ -285,21 +288,21 @@ class ServerFleet(Generic[S]):
         """
         if self._source is None or self._prober is None:
             return False
-        refused: list[FleetMember] = []
+        refused: dict[FleetMember, BaseException] = {}
         for member, error in failed.items():
-            if isinstance(error, UnreachableServerError | SlowServerError):
-                continue
-            if not isinstance(error, ServerError):
-                return False
-            refused.append(member)
+            if not isinstance(error, UnreachableServerError | SlowServerError):
+                refused[member] = error
         return self._have_ended(refused)
 
-    def _have_ended(self, refused: Collection[FleetMember]) -> bool:
-        """Whether servers that have answered with errors end now, because their engine was
-        killed, or serve after all.
+    def _have_ended(self, failed: dict[FleetMember, BaseException]) -> bool:
+        """Whether all servers that failed end now, because their engine was killed, or serve after
+        all. False without a source, which could start them again.
         """
+        for error in failed.values():
+            if not isinstance(error, ServerError) or isinstance(error, WrongContentError):
+                return False
         began = time.monotonic()
-        while not all(member.removed or member.serves for member in refused):
+        while not all(member.removed or member.serves for member in failed):
             if self._source is None or time.monotonic() > began + _END_S:
                 return False
             require_no_stop("inference servers", began)
@@ -344,7 +347,7 @@ class ServerFleet(Generic[S]):
             for member, error in failed.items()
             if not isinstance(error, NoServerError)
         }
-        if not self._have_ended(awake):
+        if awake:
             raise ServerError(
                 f"{len(awake)} of {len(members)} inference servers may still have the "
                 f"memory of their GPUs: {_reasons(awake)}. See to them, or end them, before "
@@ -370,7 +373,8 @@ class ServerFleet(Generic[S]):
             ConfigError: there is no such tag, or a server cannot sleep.
             PublishError, RolloutError: too few servers of the source have started, or are left.
             ServerError, WorkerLost: too few servers woke up. The message names the others and their
-                errors.
+                errors. Servers of a source had 30 s to end before, as in `update`.
+            StopRequested: the job was asked to stop while servers of the source were awaited.
         """
         for tag in tags:
             require_choice("tags", tag, TAGS)

@@ -27,6 +27,7 @@ from holdfast.utils.errors import (
     RolloutError,
     ServerError,
     UnreachableServerError,
+    WrongContentError,
 )
 from tests.engine.rollouts.servers import make_executor
 from tests.engine.servers.fakes import FakeServer
@@ -296,12 +297,14 @@ class DyingServer(SleepyServer):
         raise self.error
 
 
-def test_a_server_whose_engine_was_killed_has_no_memory_once_it_has_ended() -> None:
+def test_a_server_that_does_not_sleep_may_have_its_memory_although_it_is_about_to_end() -> None:
     source = Source()
     source.up.append(DyingServer("first", source))
-    with closing(ServerFleet(source, probe_interval_s=0.05)) as fleet:
-        (report,) = fleet.sleep(LIMIT_S)
-        assert report.state is ServerState.STARTING
+    with (
+        closing(ServerFleet(source, probe_interval_s=0.05)) as fleet,
+        pytest.raises(ServerError, match="may still have the memory"),
+    ):
+        fleet.sleep(LIMIT_S)
 
 
 @pytest.mark.parametrize("error", [ServerError, UnreachableServerError])
@@ -359,12 +362,29 @@ def test_an_update_waits_for_a_server_whose_engine_was_killed_in_it(
         fleet.update(published(1), 1, LIMIT_S)
         update = pool.submit(fleet.update, published(2), 2, LIMIT_S)
         assert engine_is_dead.wait(LIMIT_S)
-        time.sleep(0.3)
+        wait_until(lambda: "500" in str(fleet.states()[0].error))
         source.up.clear()
-        time.sleep(0.3)
+        wait_until(lambda: not fleet._members)
+        assert not update.done()
         source.up.append(ScriptedServer("first, started again"))
         update.result(LIMIT_S)
         assert names(fleet) == ["first, started again"]
+
+
+def test_a_server_with_wrong_contents_is_not_waited_for(
+    published: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.engine.servers.fleet._END_S", 3600.0)
+
+    def answer(version: int) -> None:
+        raise WrongContentError("its answers are those of other weights")
+
+    source = Source([ScriptedServer("first", answer)])
+    with (
+        closing(ServerFleet(source, probe_interval_s=0.05)) as fleet,
+        pytest.raises(PublishError, match="other weights"),
+    ):
+        fleet.update(published(1), 1, LIMIT_S)
 
 
 def test_a_server_that_refuses_an_update_and_does_not_end_is_an_error(
