@@ -68,6 +68,7 @@ def keeps_result(operator: Any) -> bool:
 
 class KeptResult:
     """What an operator has returned, without its graph, until an operator of torch writes to it.
+    Writes through ``.data`` are not seen.
 
     The experts of gpt-oss add a bias to their products in place. That operator runs again in the
     recomputation, and would add the bias to a kept product once more.

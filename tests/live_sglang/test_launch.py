@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine.launch import ServerProcesses, ServerSpec, WatchLimits
-from holdfast.engine.servers import ServerFleet
+from holdfast.engine.servers import ServerFleet, SGLangServer
 from holdfast.utils.guard import _children
 from holdfast.utils.processes import ProcessId, processes_of_group
 from tests.engine.servers.call_table import Folders
@@ -55,12 +55,14 @@ def test_its_keys_are_on_no_command_line_and_two_updates_reach_it(
     launched: ServerProcesses, fleet: ServerFleet, trainer: Trainer
 ) -> None:
     (client,) = fleet.serving()
+    assert isinstance(client, SGLangServer)
     lines = []
     for member in processes_of_group(os.getpgid(launched.pids()["server_0"])):
         lines.append(Path(f"/proc/{member.pid}/cmdline").read_bytes().decode())
     assert len(lines) >= 3
     shown = "".join(lines)
-    assert client.api_key is not None and client.api_key not in shown
+    for key in (client.api_key, client.admin_key):
+        assert key and key not in shown
     trainer.publish_to(fleet)
     assert trainer.error(sample(client)) < TOLERANCE
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,13 +90,13 @@ class Killer:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Kill in the block."""
-        thread = threading.Thread(target=self._run)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._ended.set()
-            thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            killing = pool.submit(self._run)
+            try:
+                yield
+            finally:
+                self._ended.set()
+            killing.result()
 
     def _run(self) -> None:
         for number in itertools.count():
@@ -139,7 +140,7 @@ class Killer:
         return len(up) == N_SERVERS and serving == up and all(tree.gone() for tree in self.trees)
 
 
-def test_killed_servers_cost_a_run_of_sixty_steps_no_ticket_and_no_token(
+def test_killed_servers_cost_a_run_of_sixty_steps_no_ticket(
     model_folder: Path, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
@@ -200,7 +201,7 @@ def test_killed_servers_cost_a_run_of_sixty_steps_no_ticket_and_no_token(
         f"{len(killer.trees)} kills, serving again after {killer.serving_again_s}, "
         f"{len(errors)} completions, largest error {max(errors):.1e}"
     )
-    assert max(errors) < TOLERANCE
+    assert all(error < TOLERANCE for error in errors)
 
 
 def errors_of(weights: Path, trajectory: Trajectory) -> Iterator[float]:
@@ -208,9 +209,11 @@ def errors_of(weights: Path, trajectory: Trajectory) -> Iterator[float]:
     names = ("input_ids", "loss_mask", "logprobs", "versions")
     for ids, mask, logprobs, versions in zip(*(trajectory[name] for name in names), strict=True):
         sampled = mask.bool()
-        worst = 0.0
+        assert sampled.any()
+        differences = torch.full_like(logprobs, torch.nan)
         for version in set(versions[sampled].tolist()):
             expected = torch.tensor(folder_logprobs(weights / f"v{version:08d}", ids.tolist()))
             theirs = sampled & (versions == version)
-            worst = max(worst, (logprobs - expected)[theirs].abs().max().item())
-        yield worst
+            differences[theirs] = (logprobs - expected)[theirs].abs()
+        # NaN, if a log-probability is.
+        yield differences[sampled].max().item()

@@ -4,10 +4,11 @@ undisturbed one.
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.slurm.cluster import Cluster, ask, until
 from tests.slurm.jobs import SFT, Job
@@ -19,6 +20,7 @@ TORCHRUN = replace(SFT, path="tests/slurm/torchrun.sbatch")
 TORCHRUN_WAITS_S = 30
 """Seconds from the signal until torchrun kills its ranks."""
 LATE_S = TORCHRUN_WAITS_S + 8
+CAN_WAIT = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
@@ -48,12 +50,13 @@ def test_torchrun_kills_a_rank_whose_step_lasts_longer_than_half_a_minute(
 
     # No snapshot of step 5 and later, but the job continues from the one before.
     until(lambda: not first_ranks & set(job.ranks), "the end of the ranks", job.describe)
-    assert job.snapshots == saved
     job.finish()
     assert job.restarts == 1
+    assert f"{SFT.resumed}{saved[-1]}" in job.log
     assert_exact(job, sft_alone)
 
 
+@pytest.mark.skipif(not CAN_WAIT, reason="torchrun waits as long as it is told from torch 2.13 on")
 def test_torchrun_waits_for_a_longer_step_if_it_is_told(
     cluster: Cluster, sft_alone: Job, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

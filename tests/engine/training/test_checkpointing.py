@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, OlmoConfig, PretrainedConfig
 
@@ -56,6 +57,23 @@ def check_gradients(config: PretrainedConfig) -> None:
         assert torch.equal(found[key], gradient), key
 
 
+class CountedProducts(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> int:
+        """The number since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+
 def _block(hidden: Tensor, weight: Tensor, calls: list[str], writes: bool) -> tuple[Tensor, Tensor]:
     """A product, which may be written to, and what the backward needs it for."""
     calls.append("block")
@@ -72,9 +90,10 @@ def test_a_result_that_was_written_to_is_computed_again(
     writes: bool, writes_later: bool, shape: tuple[int, ...]
 ) -> None:
     calls: list[str] = []
+    products = CountedProducts()
     leaf = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
-    gradients = []
+    gradients, n_products = [], []
     for wrapped in (False, True):
         hidden = leaf.clone().requires_grad_()
         block: Any = partial(_block, weight=weight, calls=calls, writes=writes)
@@ -84,11 +103,15 @@ def test_a_result_that_was_written_to_is_computed_again(
         if writes_later:
             product.add_(1.0)
         loss = product.square().sum() + other.square().sum()
+        with products:
+            (once,) = torch.autograd.grad(loss, [hidden], retain_graph=True)
+        n_products.append(products.take())
         # A second backward finds no kept results.
-        (once,) = torch.autograd.grad(loss, [hidden], retain_graph=True)
         (twice,) = torch.autograd.grad(loss, [hidden])
         gradients.append((once, twice))
     assert len(calls) == 4, "two forwards, and a recomputation for each backward"
+    recomputed = n_products[1] - n_products[0]
+    assert recomputed == (writes or writes_later), "a product that nothing has written to is kept"
     for expected, found in zip(*gradients, strict=True):
         assert torch.equal(found, expected)
 
