@@ -210,8 +210,17 @@ def _order_of_cuts(
     return order
 
 
-_slices = PerModel[np.ndarray](
-    "slices", "Result of `ranks_of` for a mesh, which sets it. It never changes."
+class _MeshRanks(NamedTuple):
+    """Global ranks by coordinate, each ``[copies, *mesh.shape]``: of a mesh alone, and of all
+    slices like it.
+    """
+
+    alone: np.ndarray
+    slices: np.ndarray
+
+
+_mesh_ranks = PerModel[_MeshRanks](
+    "mesh_ranks", "Results of `ranks_of` for a mesh, which sets them. They never change."
 )
 
 
@@ -225,17 +234,16 @@ def ranks_of(
     A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions
     outside of the slice, unless the slice alone is the ``group`` of ranks that hold the tensor.
     """
-    if group is not None and len(group) == mesh.size():
-        return mesh.mesh.numpy()[None]
-
-    # Kept, because a mesh makes its tensor of ranks at each look, and every step asks for
-    # every gradient.
-    slices = _slices.of(mesh)
-    if slices is None:
+    # Kept, because a mesh makes its tensor of ranks at each look, and every step and every load
+    # asks for each tensor.
+    ranks = _mesh_ranks.of(mesh)
+    if ranks is None:
         own = mesh.mesh.numpy()
         root = root_mesh(mesh).mesh.numpy()
-        slices = _slices.set(mesh, _slices_like(own, root))
-    return slices
+        ranks = _mesh_ranks.set(mesh, _MeshRanks(own[None], _slices_like(own, root)))
+    if group is not None and len(group) == ranks.alone.size:
+        return ranks.alone
+    return ranks.slices
 
 
 def _slices_like(
