@@ -211,10 +211,6 @@ class Job:
         """Wait until a step is in the run's statistics."""
         self._until(lambda: self.last_step >= step, f"step {step}")
 
-    def wait_for_state(self, *states: str) -> None:
-        """Wait until the job is in one of these states of SLURM."""
-        self._until(lambda: self.state in states, f"job {self.id} to be {states}")
-
     def wait_for_restart(self, restarts: int) -> None:
         """Wait until the job was requeued this many times and runs again."""
 
