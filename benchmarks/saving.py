@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from shutil import rmtree
 
@@ -32,14 +33,15 @@ def save_stall(options: Options) -> list[Figure]:
     """
     times = on_ranks(_measure_stall, options)
     blocking = times["blocking"]
-    total = times["total"]
+    alone = times["alone"]
 
-    # How much later the steps end than without a snapshot, in the same round.
-    alone = total.pop(STEPS)
+    # How much later the steps end than the same steps a moment before, without a snapshot. Chance
+    # may make that negative.
     extra = {COPY: blocking[COPY]}
-    for way, values in total.items():
-        pairs = zip(values, alone, strict=True)
-        extra[way] = [max(0.0, with_save_s - alone_s) for with_save_s, alone_s in pairs]
+    for way, values in times["total"].items():
+        pairs = zip(values, alone[way], strict=True)
+        extra[way] = [with_save_s - alone_s for with_save_s, alone_s in pairs]
+    all_alone = list(chain.from_iterable(alone.values()))
     return [
         Figure(
             "save_stall.blocking",
@@ -55,7 +57,7 @@ def save_stall(options: Options) -> list[Figure]:
             "warm memcpy of the shard",
             "lower",
             over(COPY, extra),
-            seconds={COPY: blocking[COPY], STEPS: alone, **extra},
+            seconds={COPY: blocking[COPY], STEPS: all_alone, **extra},
             note="the steps beside a background save last longer than a raw write; "
             "what is left is waited for",
         ),
@@ -147,9 +149,14 @@ def _measure_stall(session: Session) -> Times:
             train(bench.engine, batch)
 
     def stall(saver: Saver) -> dict[str, float]:
-        blocking = 0.0
+        # The machine's speed drifts, so that the steps without a snapshot come right before. The
+        # raw write after them leaves the page cache as a save finds it that follows another one.
+        alone = session.seconds(steps)
+        bench.raw()
 
         # The time until training can go on is measured inside the total time.
+        blocking = 0.0
+
         def save_and_train() -> None:
             nonlocal blocking
             started = time.perf_counter()
@@ -160,7 +167,7 @@ def _measure_stall(session: Session) -> Times:
 
         with bench.clean() as path:
             total = session.seconds(save_and_train)
-        return {"blocking": max(session.all(blocking)), "total": total}
+        return {"blocking": max(session.all(blocking)), "total": total, "alone": alone}
 
     savers: dict[str, Saver] = {
         ours.DUMP: bench.dump("overlapping"),
@@ -169,14 +176,10 @@ def _measure_stall(session: Session) -> Times:
     }
     savers |= bench.rivals()
 
-    # The limits have one of the two values each.
-    ways: dict[str, Way] = {
-        COPY: lambda: {"blocking": session.seconds(bench.buffer.copy)},
-        STEPS: lambda: {"total": session.seconds(steps)},
-    }
+    ways: dict[str, Way] = {COPY: lambda: {"blocking": session.seconds(bench.buffer.copy)}}
     for name, saver in savers.items():
         ways[name] = partial(stall, saver)
-    times = interleave(ways, session.options.rounds, prepare=bench.raw)
+    times = interleave(ways, session.options.rounds)
     bench.close()
     return times
 
