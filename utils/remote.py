@@ -14,6 +14,7 @@ uploads: a kill can leave one.
 """
 
 import contextlib
+import glob
 import os
 import re
 import threading
@@ -218,7 +219,23 @@ class RemoteFolder:
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder and its contents, in any order, if it exists."""
-        self._find(self._fs.rm, folder, recursive=True)
+        whole = f"{self._root}/{folder}"
+        if self._local or not glob.has_magic(whole):
+            self._find(self._fs.rm, folder, recursive=True)
+            return
+
+        # fsspec would remove every folder whose name fits such a pattern, also those of other
+        # runs. So its contents are removed one by one, those of a folder before the folder.
+        entries = self._find(self._fs.find, folder, withdirs=True, detail=True) or {}
+        kinds = {whole: "directory"}
+        for path, entry in entries.items():
+            kinds[path] = entry["type"]
+        for path in sorted(kinds, reverse=True):
+            relative = path.removeprefix(f"{self._root}/")
+            if kinds[path] != "directory":
+                self._find(self._fs.rm_file, relative)
+            elif not self.whole_files:  # object stores have no real folders
+                self._find(self._fs.rmdir, relative)
 
     def _copy_durably(self, target: str, source: Path, digest: str | None) -> None:
         path = Path(target)

@@ -70,6 +70,25 @@ def copy(mirror: Mirror, *generations: Generation) -> None:
         assert mirror.wait(30) and mirror.last_error is None
 
 
+@pytest.mark.parametrize(
+    ("name", "fits"), [("trial[1]", "trial1"), ("seed-*", "seed-12"), ("lr?", "lr1")]
+)
+@pytest.mark.parametrize("kind", slow_but(["memory", "file"], ["memory", "file", "s3"]))
+def test_a_run_whose_name_is_a_pattern_removes_its_own_copies_alone(
+    kind: str, name: str, fits: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    base = f"file://{tmp_path}/mirror/trial"
+    if kind != "file":
+        base = request.getfixturevalue(f"{kind}_url")
+    other = Mirror(f"{base}/{fits}", 2)
+    copy(other, *(commit(GenerationStore(tmp_path / "other"), step) for step in (0, 1)))
+    mirror = Mirror(f"{base}/{name}", 2)
+    copy(mirror, *(commit(GenerationStore(tmp_path / "own"), step) for step in range(4)))
+    assert other.states() == {1: "complete", 0: "complete"}
+    assert mirror.states() == {3: "complete", 2: "complete"}
+    assert not any("global_step_1" in path for path in listing(mirror.url))
+
+
 def test_a_generation_comes_back_as_it_was(
     url: str, store: GenerationStore, back: GenerationStore
 ) -> None:
