@@ -342,10 +342,18 @@ class ResumeChoice:
 
 def _descends(newest: RecoverInfo, wanted: Path) -> bool:
     """Whether the run has gone back to ``wanted`` before and is ahead of that generation now."""
-    origin = _origin(wanted)
-    if origin is None:  # retention has removed it
-        return newest.resume_path == str(wanted)
-    return newest.resume_origin == origin
+    if newest.resume_origin is not None and newest.resume_origin == _origin(wanted):
+        return True
+    if newest.resume_path != str(wanted):
+        return False
+    if wanted.exists():  # else retention has removed it
+        logger.warning(
+            "%s is not the generation that this run went on from: it was damaged or replaced "
+            "since. The run keeps its own generations and goes on from the newest. To begin from "
+            "this one, take another trial_name",
+            wanted,
+        )
+    return True
 
 
 def _origin(wanted: Path) -> str | None:

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,26 @@ def test_resume_path_starts_a_new_trial_from_a_generation_of_another(tmp_path: P
     info = make_handler(tmp_path / "b", resume_path=wanted).load(tiny.state)
     assert info and info.last_step_info.global_step == 3
     assert names(tmp_path / "a") == ["global_step_1", "global_step_2"]
+
+
+@pytest.mark.parametrize("fault", ["replaced", "damaged"])
+def test_a_run_keeps_its_generations_when_what_it_began_from_is_not_the_same_any_more(
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_until(tmp_path / "a", 3)
+    wanted = newest(tmp_path / "a")
+    run_until(tmp_path / "b", 5, first=3, resume_path=str(wanted))
+    if fault == "replaced":
+        run_until(tmp_path / "c", 3)
+        shutil.rmtree(wanted)
+        newest(tmp_path / "c").rename(wanted)
+    else:
+        os.truncate(wanted / "manifest.json", 9)
+    info = make_handler(tmp_path / "b", resume_path=str(wanted)).load(Tiny().state)
+    assert info and info.last_step_info.global_step == 4
+    assert names(tmp_path / "b") == ["global_step_3", "global_step_4"]
+    assert hidden(tmp_path / "b") == []
+    assert f"{wanted} is not the generation that this run went on from" in caplog.text
 
 
 def test_a_good_resume_path_helps_when_nothing_else_is_left(tmp_path: Path) -> None:
