@@ -287,10 +287,9 @@ def _end_if_over(
             rewind_order()
             deque(note.sampler, maxlen=0)
         return True
-    if isinstance(loader.dataset, IterableDataset):  # its length is unknown before its end
-        over = last_step.epoch_step == last_step.steps_per_epoch - 1
-    else:
-        over = _is_over(loader, state_dict)
+    # Streams and samplers that draw batches of any size know their number only at the end, and
+    # some samplers give a wrong one.
+    over = last_step.epoch_step == last_step.steps_per_epoch - 1 or _is_over(loader, state_dict)
     if over and next(iter(loader), _END) is not _END:
         rewind_order()
         _restore_place(loader, state_dict)

@@ -4,6 +4,7 @@ refused.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,32 @@ def advancing(**options: Any) -> StatefulDataLoader:
     return StatefulDataLoader(
         Prompts(), batch_size=4, sampler=Advancing(Prompts(), 1, 0, seed=5), **options
     )
+
+
+class Buckets:
+    """Draws batches, and does not say how many, as a sampler that fills batches up to a number of
+    tokens.
+    """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(24, generator=self.generator)
+        for rows in order.split(4):
+            yield rows.tolist()
+
+
+class EstimatedBuckets(Buckets):
+    """The same, whose estimate of the number is too high."""
+
+    def __len__(self) -> int:
+        return 7
+
+
+def in_buckets(kind: type[Buckets], **options: Any) -> StatefulDataLoader:
+    batches: Any = kind()
+    return StatefulDataLoader(Prompts(), batch_sampler=batches, **options)
 
 
 def drawn(make: Callable[..., Any], own: bool = True) -> Callable[..., StatefulDataLoader]:
@@ -243,6 +270,13 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
         False,
     ),
     "draws by numpy, in a batch sampler": (drawn_by_numpy, {}, False),
+    "draws an unknown number of batches": (partial(in_buckets, Buckets), {}, False),
+    "draws an unknown number of batches, a worker": (
+        partial(in_buckets, Buckets),
+        {"num_workers": 1},
+        False,
+    ),
+    "draws fewer batches than it says": (partial(in_buckets, EstimatedBuckets), {}, False),
     "draws in a batch sampler": (drawn_in_batch_sampler(shuffled), {}, False),
     "draws from torch's generator in a batch sampler": (
         drawn_in_batch_sampler(subset, own=False),
