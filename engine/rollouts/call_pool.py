@@ -111,8 +111,8 @@ class CallPool:
 
     def _call(self, work: bytes, name: str, attempts: int) -> Any:
         reason = ""
-        for _ in range(attempts):
-            process = self._take()
+        for number in range(attempts):
+            process = self._take(fresh=number > 0)
             kept = False
             try:
                 returned, value = pickle.loads(process.ask(work, self.timeout_s))
@@ -130,11 +130,15 @@ class CallPool:
         times = "once" if attempts == 1 else f"{attempts} times"
         raise CallLost(f"{name} {reason}, {times}")
 
-    def _take(self) -> "_Process":
+    def _take(self, *, fresh: bool) -> "_Process":
+        # Whatever ended one idle process, such as a signal to the job, may have ended others.
         with self._lock:
             self._require_open()
-            if self._idle:
+            while self._idle and not fresh:
                 process = self._idle.pop()
+                if process.has_ended():
+                    process.end()
+                    continue
                 self._busy.add(process)
                 return process
 
@@ -197,6 +201,10 @@ class _Process:
         except (EOFError, OSError):
             self._process.join(1.0)
             raise _Lost(f"has ended its process (exit code {self._process.exitcode})") from None
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone, although nobody asked it to end."""
+        return not self._process.is_alive()
 
     def kill(self) -> None:
         """End the process, so that `ask` raises in another thread."""

@@ -18,7 +18,7 @@ from holdfast.engine.rollouts import CallPool
 from holdfast.utils.errors import CallLost, ConfigError
 from holdfast.utils.processes import ProcessId, still_alive
 from tests.engine.rollouts import user_code
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,6 +68,21 @@ def test_a_call_that_ends_its_process_is_made_once_more(tmp_path: Path) -> None:
         with pytest.raises(CallLost, match=r"die has ended its process \(exit code 7\), 2 times"):
             call(pool, user_code.die)
         assert pool.n_lost == 3 and call(pool, user_code.add, 1, 1) == 2
+
+
+def test_processes_that_were_ended_between_two_calls_cost_no_attempt() -> None:
+    async def two() -> list[int]:
+        return await asyncio.gather(*(pool.call(user_code.slow_process_id) for _ in range(2)))
+
+    with CallPool(n_processes=2) as pool:
+        for _ in range(2):
+            pids = set(asyncio.run(two()))
+            assert len(pids) == 2
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+                wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        assert asyncio.run(pool.call_once(user_code.add, 1, 1)) == 2
+        assert pool.n_lost == 0
 
 
 def test_a_function_that_cannot_be_pickled_is_refused() -> None:

@@ -12,6 +12,11 @@ def add(one: int, other: int) -> int:
     return one + other
 
 
+def slow_process_id() -> int:
+    time.sleep(0.2)
+    return os.getpid()
+
+
 def process_id() -> int:
     return os.getpid()
 
