@@ -48,8 +48,8 @@ class _UntriedError(Exception):
 
 
 def try_stream(loader: Any) -> None:
-    """Try whether a new process would find the place of ``loader`` if its dataset is a stream, else
-    do nothing.
+    """Try whether a new process would find the place of ``loader``, if its dataset is a stream. Of
+    other loaders, refuse those whose batches come in the order in which workers finish.
 
     A warning says so if that cannot be told, or if the stream gives other samples each time that it
     is begun. With an attribute ``inexact`` of the loader that is True, other samples are a warning
@@ -57,8 +57,10 @@ def try_stream(loader: Any) -> None:
 
     Raises:
         ConfigError: a copy of the loader does not take the state of another one, or goes on with
-            other samples.
+            other samples, or the order of its batches depends on time.
     """
+    may_differ = getattr(loader, "inexact", False)
+    _require_order(_inner_loader(loader), may_differ)
     tried = _torchs_loader(loader)
     if tried is None:
         if type(loader).__module__.startswith("torchdata.nodes"):
@@ -71,7 +73,6 @@ def try_stream(loader: Any) -> None:
 
     # The trial draws and reads. Generators and open files come back to where they were.
     name = type(tried.dataset).__name__
-    may_differ = getattr(loader, "inexact", False)
     _require_resumable(tried, may_differ)
     generators = capture_rng()
     positions = _file_positions()
@@ -142,12 +143,29 @@ def _torchs_loader(loader: Any) -> Any:
     """Return the loader over a stream, torch's or torchdata's, that ``loader`` is or wraps. None if
     there is none.
     """
-    inner = getattr(loader, "loader", loader)
-    inner = getattr(inner, "base_dataloader", inner)  # of accelerate's loaders
+    inner = _inner_loader(loader)
     if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset):
         return None
     library = type(inner).__iter__.__module__.partition(".")[0]
     return inner if library in ("torch", "torchdata") else None
+
+
+def _inner_loader(loader: Any) -> Any:
+    """Return the loader that ``loader`` wraps, or ``loader`` itself."""
+    inner = getattr(loader, "loader", loader)
+    return getattr(inner, "base_dataloader", inner)  # of accelerate's loaders
+
+
+def _require_order(loader: Any, may_differ: bool) -> None:
+    """Refuse a loader that yields whichever batch is ready first."""
+    if getattr(loader, "in_order", True) or getattr(loader, "num_workers", 0) < 2 or may_differ:
+        return
+    raise ConfigError(
+        f"the batches of the {type(loader).__name__} come in the order in which its "
+        f"{loader.num_workers} workers finish (in_order=False), which no state holds, so a resumed "
+        "run would lose samples and repeat others: use in_order=True. If that is no harm, set "
+        "loader.inexact = True"
+    )
 
 
 def _require_resumable(loader: Any, may_differ: bool) -> None:
@@ -191,9 +209,13 @@ def _first_batches(loader: Any, may_differ: bool) -> str | None:
     # Workers are restored with their seeds. In this process other numbers are drawn at the restart.
     seed_at_restart = 2 if isinstance(loader, Stateful) and not n_workers else 1
 
-    # Step 1: read from the beginning.
+    # Step 1: read from the beginning, and only the half of an epoch that is shorter than that.
     original = _Copy(loader, seed=1)
     begun = original.read(n_batches)
+    if len(begun) < n_batches:
+        n_batches = max(1, len(begun) // 2)
+        original = _Copy(loader, seed=1)
+        begun = original.read(n_batches)
     state = original.state()
     expected = original.read(n_batches)
 

@@ -33,13 +33,16 @@ pytestmark = [
 class Numbers(IterableDataset):
     """A stream without a state of its own, in the order of ``order``."""
 
-    def __init__(self, order: Callable[[list[int]], Any] = iter) -> None:
+    def __init__(
+        self, order: Callable[[list[int]], Any] = iter, n: int = SPEC.dataset_size
+    ) -> None:
         self.order = order
+        self.n = n
 
     def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return iter(self.order(list(range(first, SPEC.dataset_size, step))))
+        return iter(self.order(list(range(first, self.n, step))))
 
 
 class Buffered(IterableDataset):
@@ -179,6 +182,28 @@ def test_a_stream_that_would_lose_samples_is_refused_before_the_first_step(
     make, message = FORGETFUL[name]
     with pytest.raises(ConfigError, match=message), make_handler(tmp_path, freq_steps=1) as handler:
         handler.load(Tiny().state, make())
+
+
+@pytest.mark.parametrize("dataset", [list(range(24)), Numbers()])
+def test_batches_in_the_order_in_which_workers_finish_are_refused(dataset: Any) -> None:
+    loader = stateful(dataset, 2, in_order=False)
+    with pytest.raises(
+        ConfigError, match=r"2 workers finish \(in_order=False\).*use in_order=True"
+    ):
+        try_stream(loader)
+    try_stream(stateful(list(range(24)), 1, in_order=False))
+    loader = stateful(list(range(24)), 2, in_order=False)
+    loader.inexact = True
+    try_stream(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("n", [0, 1, 5, 9])
+def test_a_stream_shorter_than_a_trial_is_tried_in_its_middle(
+    n: int, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    try_stream(stateful(Numbers(n=n), workers))
+    assert not [record for record in caplog.records if record.name.startswith("holdfast")]
 
 
 def test_a_stream_that_may_lose_samples_is_trained_with_a_warning(
