@@ -252,7 +252,7 @@ class RecoverHandler:
 
     def _load(self, ranks: Ranks, dataloader: Stateful | None) -> RecoverInfo | None:
         started = time.monotonic()
-        position = Position(ranks)
+        position = Position(ranks, has_data=dataloader is not None)
 
         # Refuse what could not be saved or resumed, before anything is restored.
         self._exports.check(ranks)
@@ -392,8 +392,9 @@ class RecoverHandler:
                 Nothing is committed.
             Exception: any other error of a snapshot in the background.
             ConfigError: a user object's state could not be read back, a metric is not a number,
-                `load` was not called, the step is older than the newest snapshot, or the sampler
-                was set to another epoch than the resumed one.
+                `load` was not called, or got a dataloader that is missing here, the step is older
+                than the newest snapshot, or the sampler was set to another epoch than the resumed
+                one.
         """
         self._require_open()
         if self.config.mode == "off":
@@ -402,6 +403,11 @@ class RecoverHandler:
         if position is None:
             raise ConfigError(
                 "dump was called before load: whether the run is to be resumed must be known first"
+            )
+        if dataloader is None and position.has_data:
+            raise ConfigError(
+                "dump got no dataloader, but load did: the next start would refuse the generation. "
+                "Pass the same one"
             )
         if not isinstance(step_info, StepInfo):
             step_info = StepInfo.at(step_info, self.ft_spec.steps_per_epoch)

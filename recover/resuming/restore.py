@@ -35,6 +35,9 @@ class Position:
     """The position of the run."""
 
     ranks: Ranks  # passed to `load`
+    has_data: (
+        bool  # a dataloader was passed to `load`, so that each generation has to hold its state
+    )
     step: int | None = None  # the last snapshotted or restored step. None before the first one
     # rest of the epoch after a restore. None after the first step
     epoch: RestoredEpoch | None = None

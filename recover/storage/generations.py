@@ -238,7 +238,8 @@ class GenerationStore:
         with as_write_error(final):
             commit_folder(staging, final)
         # Hints, which follow the rename.
-        self._note(self.tracker, str(step))
+        newest = max(step, *(generation.step for generation in self.generations()))
+        self._note(self.tracker, str(newest))
         if not self.owner.exists():
             run_id = read_manifest(final).get("run_id")
             if run_id is not None:

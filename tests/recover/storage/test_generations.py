@@ -57,6 +57,14 @@ def test_a_generation_is_visible_only_after_its_commit(store: GenerationStore) -
     assert store.verify(generation.path).last_step_info.global_step == 3
 
 
+def test_the_tracker_names_the_newest_also_after_an_older_one_came_back(
+    store: GenerationStore,
+) -> None:
+    for step in (4, 1):
+        commit(store, step)
+        assert store.tracker.read_text() == "4"
+
+
 def test_generations_are_ordered_by_number_and_other_names_are_ignored(
     store: GenerationStore,
 ) -> None:
