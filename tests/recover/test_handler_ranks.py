@@ -80,9 +80,8 @@ def _resume(
     resumed = [record for _, record in train_steps(job, stream(loader), 4, 6)]
     for step, (one, other) in enumerate(zip(expected, resumed, strict=True), start=4):
         assert one == other, f"step {step}"
-    assert not handler.dump(job.engine, step_info(9), loader) and handler.dump(
-        job.engine, step_info(9), force=True
-    )
+    assert not handler.dump(job.engine, step_info(9), loader)
+    assert handler.dump(job.engine, step_info(9), loader, force=True)
     return resumed
 
 
