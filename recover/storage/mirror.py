@@ -217,8 +217,8 @@ class Mirror:
         """
         started = time.monotonic()
         manifest = self._read_manifest(step)
-        where = f"{self.url}/{_folder(step)}"
-        store.require_own(parse_manifest(manifest, where).get("run_id"), where)
+        run_id = parse_manifest(manifest, f"{self.url}/{_manifest(step)}").get("run_id")
+        store.require_own(run_id, f"{self.url}/{_folder(step)}")
 
         staging = store.open_staging(step)
         with ExitStack() as undo:

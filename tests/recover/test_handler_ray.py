@@ -150,6 +150,7 @@ def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
     driver.die()
     assert sorted(os.listdir(newest(tmp_path) / "state")) == [
         "driver.pt",
+        "model_files_default.pt",
         "rank_00000.pt",
         "rank_00001.pt",
     ]
