@@ -42,6 +42,8 @@ NAMES = privates(
             f"{_GROUP}:FSDPParam._unsharded_param",
             f"{_GROUP}:FSDPParam.unsharded_param",
             f"{_GROUP}:FSDPParam.unsharded_accumulated_grad",
+            f"{_GROUP}:FSDPParam.accumulate_unsharded_grad_if_needed()",
+            f"{_GROUP}:FSDPParam.to_accumulated_grad_if_needed()",
         ],
         "tell whether a profiler runs": [
             "torch.autograd:_profiler_enabled()",
@@ -245,14 +247,6 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     require_attributes("torch", group, attributes, _REDUCE)
     reduce = group.post_backward
 
-    def has_no_gradient(param: Any) -> bool:
-        unsharded = param.unsharded_param
-        return (
-            unsharded.grad is None
-            and param.unsharded_accumulated_grad is None
-            and unsharded.requires_grad
-        )
-
     def fill(missing: list[Any]) -> None:
         # Note which gradients are zeros alone. With a partial sum, an earlier backward of the step
         # may have reached them.
@@ -263,27 +257,40 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
                 param.sharded_param for param in missing if param.sharded_param.grad is None
             )
 
-        # FSDP2 needs one dtype for all gradients of a group.
-        dtype = None
-        for param in reached:
-            for grad in (param.unsharded_accumulated_grad, param.unsharded_param.grad):
-                if grad is not None and dtype is None:
-                    dtype = grad.dtype
+        dtypes = [grad.dtype for param in reached for grad in _gradients_of(param)]
+        dtype = dtypes[0] if dtypes else None
         for param in missing:
             param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
 
     def fill_and_reduce(*args: Any) -> None:
         # The ranks reduce if any parameter has a gradient, as FSDP2 itself decides.
-        accumulated = any(
-            param.unsharded_accumulated_grad is not None for param in group.fsdp_params
-        )
-        if group.reduce_grads and (group.is_unsharded or accumulated):
-            missing = [param for param in group.fsdp_params if has_no_gradient(param)]
+        params = group.fsdp_params
+        has_gradient = any(_gradients_of(param) for param in params)
+        if group.reduce_grads and (group.is_unsharded or has_gradient):
+            # FSDP2 needs one dtype for all gradients of a group. Sums of earlier backwards have
+            # another one than a gradient of this backward alone.
+            if any(param.unsharded_accumulated_grad is not None for param in params):
+                for param in params:
+                    param.accumulate_unsharded_grad_if_needed()
+                    param.to_accumulated_grad_if_needed()
+
+            trained = [param for param in params if param.unsharded_param.requires_grad]
+            missing = [param for param in trained if not _gradients_of(param)]
             if missing or filled:
                 fill(missing)
         reduce(*args)
 
     group.post_backward = fill_and_reduce
+
+
+def _gradients_of(param: Any) -> list[torch.Tensor]:
+    """Gradients of a parameter of FSDP2 that wait for the reduction: the sum of earlier backwards,
+    and that of the last one.
+    """
+    found = [param.unsharded_accumulated_grad]
+    if hasattr(param, "_unsharded_param"):  # after the first gather
+        found.append(param._unsharded_param.grad)
+    return [grad for grad in found if grad is not None]
 
 
 def drop_partial_gradients(module: FSDPModule) -> None:

@@ -172,6 +172,46 @@ def test_parameters_that_some_ranks_do_not_reach_are_trained_as_on_one_process(
                 torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
+PLANS: list[list[list[str]]] = [
+    [["a", "ac"], ["a", "ac"]],  # c is reached in the last micro-batch alone
+    [["a", "a"], ["ab", "ac"]],  # and on one rank alone
+    [["a", "1"], ["b", "1"]],  # the last one runs the first block alone
+]
+
+
+def _gradients(
+    rank: int, plan: list[list[str]], dtype: torch.dtype, sync_last: bool
+) -> dict[str, torch.Tensor]:
+    model: Any = make_model(only_adapters=False)
+    meshes = open_cpu_meshes(len(plan), replicas=1)
+    name = str(dtype).removeprefix("torch.")
+    shard_model(model, TrainEngineConfig(dtype=name), (Block,), meshes.fsdp)
+    with accumulating(model, len(plan[rank]), meshes, sync_last) as before_backward:
+        for index, reached in enumerate(plan[rank]):
+            before_backward(index)
+            model(inputs_of(0, rank, index).to(dtype), reached).backward()
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.full_tensor() for name, grad in found.items() if grad is not None}
+
+
+def _once_a_step_as_in_every_micro_batch(
+    rank: int, world_size: int, plan: list[list[str]], dtype: torch.dtype
+) -> None:
+    every = _gradients(rank, plan, dtype, sync_last=False)
+    last = _gradients(rank, plan, dtype, sync_last=True)
+    assert every.keys() == last.keys()
+    for name, grad in every.items():
+        torch.testing.assert_close(last[name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_that_are_summed_once_a_step_are_those_of_every_micro_batch(
+    plan: list[list[str]], dtype: torch.dtype
+) -> None:
+    run_ranks(_once_a_step_as_in_every_micro_batch, 2, plan, dtype, timeout_s=10)
+
+
 def _leave_out_a_block(rank: int, world_size: int, sync_last: bool) -> str | None:
     model: Any = make_model(only_adapters=False)
     meshes = open_cpu_meshes(world_size, replicas=2)
