@@ -330,11 +330,14 @@ class PPOActor:
             share["prox_alpha"] = torch.ones_like(batch["logprobs"], dtype=torch.float32)
         elif method != "recompute":
             share["prox_alpha"] = prox_alpha(batch["versions"], self.engine.get_version())
-        if self._recomputes:
-            if "prox_logp" in batch:
-                share["prox_logp"] = batch["prox_logp"]
-            elif method in ("recompute", "metrics"):
-                share["prox_logp"] = self.compute_logp(batch)
+        if self._recomputes and "prox_logp" in batch:
+            share["prox_logp"] = batch["prox_logp"]
+        if self._recomputes and method in ("recompute", "metrics"):
+            # All ranks compute them if one has to. The others keep what they have.
+            n_without = count_ranks(self.engine, "prox_logp" not in batch)
+            if n_without:
+                prox_logp = self.compute_logp(batch)
+                share.setdefault("prox_logp", prox_logp)
         return with_loss_weights(share, self.config.agg_mode, self.config.loss_scale_factor)
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:

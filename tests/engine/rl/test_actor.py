@@ -308,6 +308,18 @@ def _value_losses(rank: int, world_size: int, path: str) -> None:
     engine.destroy()
 
 
+def _first_has_old_logprobs(rank: int, world_size: int, path: str) -> tuple[dict, dict]:
+    unchanged = OptimizerConfig(type="sgd", lr=0.0, weight_decay=0.0)
+    actor = make_actor(path, recompute_logprob=True, optimizer=unchanged)
+    ready = actor.compute_advantages(share_of(global_batch(), rank, world_size))
+    old = actor.compute_logp(ready)
+    given = {**ready, "prox_logp": old + ready["noise"] * (rank == 0)}
+    on_all = untimed(actor.ppo_update(given))
+    on_first = untimed(actor.ppo_update(given if rank == 0 else ready))
+    actor.engine.destroy()  # type: ignore[attr-defined]
+    return on_all, on_first
+
+
 def _all_checks(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return {
         "grpo": _grpo_against_reference(rank, world_size, path),
@@ -337,6 +349,12 @@ def test_grpo_on_two_ranks_takes_the_step_of_an_unsharded_padded_model(
 ) -> None:
     first, second = (result["grpo"] for result in two_ranks)
     assert first == second
+
+
+def test_old_log_probabilities_that_one_rank_has_already_are_kept(model_path: str) -> None:
+    for on_all, on_first in run_ranks(_first_has_old_logprobs, 2, model_path, timeout_s=20):
+        assert on_first == pytest.approx(on_all, rel=1e-5)
+        assert on_all["kl"] > 1e-3
 
 
 def test_value_losses_become_one_by_loss_agg_mode_as_in_verl(model_path: str) -> None:
