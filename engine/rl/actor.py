@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...utils.errors import BatchError, ConfigError
 from ..api import Batch, LossFn, TrainEngine
-from ..training.batch import ROUTES, validate_batch
+from ..training.batch import ROUTES, require_shape_per_token, validate_batch
 from ..training.logprobs import token_logprobs
 from .advantages import (
     ADV_ESTIMATORS,
@@ -35,6 +35,7 @@ from .update import (
     count_ranks,
     loss_mask_of,
     mean_over_ranks,
+    require_on_all_or_none,
     require_per_token,
     train_minibatches,
 )
@@ -151,11 +152,12 @@ class PPOActor:
 
         Raises:
             BatchError: ``rewards`` are not finite or not ``[B]``, the batch is not whole groups of
-                ``group_size``, an entry that a config key requires is missing, or another rank
-                refused its share.
+                ``group_size``, an entry that a config key requires is missing, only some ranks have
+                ``values``, or another rank refused its share.
         """
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
+        require_on_all_or_none(self.engine, batch, "values")
         config = self.config
         result = {**batch}
         loss_mask = loss_mask_of(batch)
@@ -288,12 +290,13 @@ class PPOActor:
 
         Raises:
             BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``)
-                ``ref_logp`` are missing or not finite, no rank has a loss token, or another rank
-                refused its share.
+                ``ref_logp`` are missing or not finite, only some ranks have ``kl_rewards``, no rank
+                has a loss token, or another rank refused its share.
         """
         with all_ranks_accept(self.engine):
             validate_batch(batch)
             self._validate_update(batch)
+        require_on_all_or_none(self.engine, batch, "kl_rewards")
         share = self._share_of(batch)
         stats = TokenStats()
         if "kl_rewards" in batch:
@@ -576,6 +579,9 @@ class PPOActor:
                 "with kl_loss_coef or kl_target, the reference policy's compute_logp must give it"
             )
             require_per_token(batch, "ref_logp", mask, hint)
+
+        # Statistics read these, where the batch has them.
+        require_shape_per_token(batch, ("logprobs", "teacher_logp", "kl_rewards"))
 
 
 def _is_finite(

@@ -23,6 +23,7 @@ from ..training.batch import (
     IMAGES,
     ROUTES,
     TOKEN_TYPES,
+    require_shape_per_token,
     select_rows,
     sequence_lengths,
     with_images,
@@ -72,13 +73,13 @@ class TokenStats:
 
 @contextmanager
 def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
-    """Run the checks of a batch on every rank. A `BatchError` on one rank becomes a `BatchError` on
-    all.
+    """Run the checks of a batch on every rank. A rank that fails raises its own error, and the
+    others a `BatchError`.
     """
-    error: BatchError | None = None
+    error: Exception | None = None
     try:
         yield
-    except BatchError as caught:
+    except Exception as caught:
         error = caught
 
     refused = count_ranks(engine, error is not None)
@@ -98,6 +99,18 @@ def count_ranks(engine: TrainEngine, flag: bool) -> float:
     if peers is not None:
         flag = any_rank(flag, peers)
     return engine.all_reduce_stats({"flag": float(flag)})["flag"]
+
+
+def require_on_all_or_none(engine: TrainEngine, batch: Batch, key: str) -> None:
+    """Raise `BatchError` on all ranks if only some of them have an entry ``key``. Collective."""
+    has_entry = key in batch
+    n_with = count_ranks(engine, has_entry)
+    n_without = count_ranks(engine, not has_entry)
+    if n_with and n_without:
+        raise BatchError(
+            f"{n_with:.0f} rank(s) have {key!r} in their share of the batch, and {n_without:.0f} "
+            "do not; give it to all ranks, or to none"
+        )
 
 
 INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES, ROUTES)
@@ -126,14 +139,9 @@ def require_per_token(
     """
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}; {hint}")
-    values = batch[key]
-    if values.shape != loss_mask.shape:
-        raise BatchError(
-            f"batch[{key!r}] has shape {list(values.shape)}; expected {list(loss_mask.shape)}, "
-            "per token"
-        )
+    require_shape_per_token(batch, (key,))
     # Values of other tokens may be anything.
-    is_bad = ~torch.isfinite(values.float()) & loss_mask
+    is_bad = ~torch.isfinite(batch[key].float()) & loss_mask
     rows = is_bad.any(1).nonzero().flatten().tolist()
     if rows:
         raise BatchError(f"batch[{key!r}] is NaN or infinite at loss tokens of row(s) {rows[:8]}")

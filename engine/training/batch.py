@@ -2,7 +2,7 @@
 them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -215,6 +215,7 @@ def validate_batch(batch: Batch) -> None:
         BatchError: the message names the key and the rows. Possible reasons:
             - ``input_ids`` or ``attention_mask`` is missing, not ``[B, S]``, empty, or has a wrong
               dtype.
+            - ``loss_mask`` or `TOKEN_TYPES` is not ``[B, S]``.
             - A row of the mask has no token, or is not ones followed by zeros.
             - Another entry is not a tensor, or is neither ``[B, S, ...]`` nor ``[B]``.
             - `IMAGES` is not a list with a dict of tensors for each row.
@@ -243,11 +244,7 @@ def validate_batch(batch: Batch) -> None:
     if input_ids.numel() == 0:
         raise BatchError(f"the batch is empty: batch['input_ids'] has shape {list(shape)}")
 
-    mask = batch["attention_mask"]
-    if mask.shape != shape:
-        raise BatchError(
-            f"batch['attention_mask'] has shape {list(mask.shape)}, input_ids {list(shape)}"
-        )
+    require_shape_per_token(batch, ("attention_mask", "loss_mask", TOKEN_TYPES))
     for key, tensor in tensors.items():
         # More dimensions may follow those of a token.
         is_per_sequence = tensor.shape == shape[:1]
@@ -255,7 +252,18 @@ def validate_batch(batch: Batch) -> None:
         if not is_per_sequence and not is_per_token:
             expected = f"{list(shape)} (per token) or {list(shape[:1])} (per sequence)"
             raise BatchError(f"batch[{key!r}] has shape {list(tensor.shape)}; expected {expected}")
-    _validate_mask(mask)
+    _validate_mask(batch["attention_mask"])
+
+
+def require_shape_per_token(batch: Batch, keys: Iterable[str]) -> None:
+    """Raise BatchError if one of these entries is there, but not ``[B, S]``."""
+    expected = batch["input_ids"].shape
+    for key in keys:
+        if key in batch and batch[key].shape != expected:
+            raise BatchError(
+                f"batch[{key!r}] has shape {list(batch[key].shape)}; expected {list(expected)}, "
+                "per token"
+            )
 
 
 def _validate_images(batch: Batch, what: str) -> None:

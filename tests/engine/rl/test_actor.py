@@ -4,6 +4,7 @@ autograd.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,36 @@ def _first_has_old_logprobs(rank: int, world_size: int, path: str) -> tuple[dict
     return on_all, on_first
 
 
+REFUSED = {
+    "loss_mask": "batch['loss_mask'] has shape [4]; expected [4, 9], per token",
+    "logprobs": "batch['logprobs'] has shape [4]; expected [4, 9], per token",
+    "values": "1 rank(s) have 'values' in their share of the batch, and 1 do not",
+    "kl_rewards": "1 rank(s) have 'kl_rewards' in their share of the batch, and 1 do not",
+}
+"""Entry of rank 0's share -> its error."""
+
+
+def _first_has_other_entries(rank: int, world_size: int, path: str) -> dict[str, str]:
+    actor = make_actor(path, recompute_logprob=True, reward_norm=NormConfig(), kl_ctl=0.1)
+    actor.config.kl_target = 0.1
+    whole = global_batch()
+    whole["logprobs"] = whole["ref_logp"] = whole["noise"]
+    mine = share_of(whole, rank, world_size)
+    ready = actor.compute_advantages(mine)
+    per_token = ready.pop("kl_rewards")
+    seen = {}
+    for key in REFUSED:
+        entry = per_token if key in ("values", "kl_rewards") else per_token[:, -1]
+        more = {key: entry} if rank == 0 else {}
+        if key in ("logprobs", "kl_rewards"):
+            refused = partial(actor.ppo_update, {**ready, **more})
+        else:
+            refused = partial(actor.compute_advantages, {**mine, **more})
+        seen[key] = raises_batch_error(refused)
+    actor.engine.destroy()  # type: ignore[attr-defined]
+    return seen
+
+
 def _all_checks(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return {
         "grpo": _grpo_against_reference(rank, world_size, path),
@@ -355,6 +386,15 @@ def test_old_log_probabilities_that_one_rank_has_already_are_kept(model_path: st
     for on_all, on_first in run_ranks(_first_has_old_logprobs, 2, model_path, timeout_s=20):
         assert on_first == pytest.approx(on_all, rel=1e-5)
         assert on_all["kl"] > 1e-3
+
+
+def test_entries_that_one_rank_has_in_another_way_are_an_error_on_every_rank(
+    model_path: str,
+) -> None:
+    first, second = run_ranks(_first_has_other_entries, 2, model_path, timeout_s=20)
+    for key, message in REFUSED.items():
+        assert message in first[key]
+        assert message in second[key] or "1 other rank(s) refused" in second[key]
 
 
 def test_value_losses_become_one_by_loss_agg_mode_as_in_verl(model_path: str) -> None:

@@ -77,6 +77,12 @@ def _peers(rank: int, world_size: int) -> None:
         with pytest.raises(BatchError, match=words), all_ranks_accept(engine):
             if rank == wrong:
                 raise BatchError("wrong")
+
+    # An error that no check foresaw
+    expected = RuntimeError if rank == 0 else BatchError
+    with pytest.raises(expected), all_ranks_accept(engine):
+        if rank == 0:
+            raise RuntimeError
     engine.destroy()
 
 

@@ -280,6 +280,12 @@ def changed(**changes: object) -> Batch:
             r"row\(s\) 1 are not right-padded",
         ),
         (changed(attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]])), r"row\(s\) 0 have no token"),
+        (changed(loss_mask=torch.ones(2)), r"'loss_mask'\] has shape \[2\]; expected \[2, 3\]"),
+        (
+            {**make_batch([3, 2, 1]), "loss_mask": torch.ones(3)},  # as many rows as tokens
+            r"'loss_mask'\] has shape \[3\]; expected \[3, 3\]",
+        ),
+        (changed(mm_token_type_ids=torch.ones(2)), r"'mm_token_type_ids'\] has shape \[2\]"),
         (changed(logprobs=torch.zeros(2, 4)), "'logprobs'"),
         (changed(rewards=torch.zeros(3)), r"'rewards'\] has shape \[3\]"),
         (changed(rewards=torch.tensor(1.0)), "'rewards'"),
