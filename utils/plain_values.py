@@ -189,6 +189,7 @@ _BLOCK_BYTES = 4096
 added.
 """
 
+_SCALARS = (bool, int, float, str)
 _TAG = "__type__"
 _TAGGED = {kind.__name__: kind for kind in (dict, tuple, Counter, OrderedDict)}
 
@@ -202,9 +203,11 @@ def pack_json(value: Any, name: str) -> torch.Tensor:
     return pad_bytes(plain_json(value, name), b" ")
 
 
-def plain_json(value: Any, name: str) -> bytes:
-    """Encode ``value`` as JSON text. ConfigError as in `pack_json`."""
-    return json.dumps(_encode(value, name)).encode()
+def plain_json(value: Any, name: str, exact: bool = False) -> bytes:
+    """Encode ``value`` as JSON text. ConfigError as in `pack_json`, and with ``exact`` also for
+    subclasses of numbers and strings (np.float64, an Enum), which come back as plain ones.
+    """
+    return json.dumps(_encode(value, name, exact)).encode()
 
 
 def from_plain_json(data: bytes) -> Any:
@@ -232,26 +235,28 @@ def pad_bytes(data: bytes, padding: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
 
-def _encode(value: Any, name: str) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+def _encode(value: Any, name: str, exact: bool) -> Any:
+    kind = type(value)
+    if value is None or kind in _SCALARS:
+        return value
+    if not exact and isinstance(value, _SCALARS):
         return value
     # Lists, and dicts with names, are those of JSON. The name leads to the item in messages.
-    kind = type(value)
     if kind is list:
-        return [_encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
-    has_names = kind is dict and all(isinstance(key, str) for key in value)
+        return [_encode(item, f"{name}[{index}]", exact) for index, item in enumerate(value)]
+    has_names = kind is dict and all(type(key) is str for key in value)
     if has_names and _TAG not in value:
-        return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
+        return {key: _encode(item, f"{name}.{key}", exact) for key, item in value.items()}
     # Containers that JSON does not know are lists with a tag.
     if kind in _TAGGED.values():
         if kind is tuple:
             items = list(value)
         else:
             items = [[key, item] for key, item in value.items()]
-        return {_TAG: kind.__name__, "items": _encode(items, name)}
+        return {_TAG: kind.__name__, "items": _encode(items, name, exact)}
     raise ConfigError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; "
-        "expected numbers, strings, lists, tuples and dicts of them"
+        "expected Python's own numbers, strings, lists, tuples and dicts of them"
     )
 
 

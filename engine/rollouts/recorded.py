@@ -127,8 +127,10 @@ class Record:
 
     @classmethod
     def of_call(cls, place: Place, result: Any) -> "Record":
-        """Encode the result of a call. Raises ConfigError if it is no plain value."""
-        return cls._encode(place, {}, plain_json(result, "it"))
+        """Encode the result of a call. Raises ConfigError if it would come back as another type,
+        and ValueError or RecursionError if it is too large or too deep for JSON.
+        """
+        return cls._encode(place, {}, plain_json(result, "it", exact=True))
 
     @classmethod
     def of_intent(cls, place: Place) -> "Record":
@@ -429,13 +431,18 @@ class Recorded:
                 self.replayed_tokens += record.head["tokens"]
             return record
 
-    def note_answer(self, place: Place, response: ModelResponse) -> None:
-        """Record an answer, with the labels of its versions."""
+    def note_answer(
+        self, place: Place, request: ModelRequest, response: ModelResponse
+    ) -> ModelResponse:
+        """Record an answer, with the labels of its versions. Returns it as a later life reads it,
+        also if its numbers had other types.
+        """
         with self._lock:
             record = Record.of_answer(place, response, self._labels)
             self._note(record)
             if max(record.versions, default=-1) > self._confirmed:
                 self._early.append(record)
+        return record.response(request)
 
     def note(self, record: Record) -> None:
         """Record a call."""
@@ -449,8 +456,8 @@ class Recorded:
             self._warned_unrecorded = True
         if not warned:
             logger.warning(
-                "the %s cannot be recorded, so that the call is made again after a kill: %s. This "
-                "is said once",
+                "the %s cannot be recorded, so that the call is made again after a kill, or ends "
+                "in CallLost if it had once=True: %s. This is said once",
                 what,
                 error,
             )

@@ -55,7 +55,8 @@ class EpisodeEngine(Protocol):
 
         Args:
             fn: a function with a name, not a lambda. Its arguments can be pickled. Its result has
-                numbers, strings, lists, tuples and dicts, else it is not recorded.
+                Python's own numbers, strings, lists, tuples and dicts, else it is not recorded: no
+                Enum, no np.float64. A recorded one is returned as a copy.
             once: whether the call has an effect outside.
 
         Raises:
@@ -277,8 +278,10 @@ class MultiTurnWorkflow:
     ) -> list[int] | str | None:
         call = self._rewards.pool.call_once if self._tool_once else self._rewards.pool.call
         said = await call(work)
-        if said is None or isinstance(said, str):
+        if said is None:
             return said
+        if isinstance(said, str):
+            return str.__str__(said)  # an Enum or np.str_ could not be recorded
         return [int(token) for token in said]
 
     def stats(self) -> dict[str, float]:

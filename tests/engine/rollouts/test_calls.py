@@ -1,22 +1,27 @@
 """Calls, random draws and clocks of a workflow that runs again after a kill."""
 
 import asyncio
+import pickle
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from holdfast.engine.rollouts import CallPool, MultiTurnWorkflow
-from holdfast.engine.servers.api import GenerationHyperparameters
+from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
 from holdfast.utils.errors import CallLost, RolloutError
 from holdfast.utils.record_log import FRAME, ReadCounts, log_files, read_records, split_payload
 from tests.engine.rollouts import user_code
-from tests.engine.rollouts.lives import Chat, Lasting, Trial
+from tests.engine.rollouts.lives import TWO_TOKENS, Chat, Lasting, Trial
 from tests.engine.rollouts.servers import make_executor, make_loader
+from tests.engine.rollouts.test_workflows import Tokenizer
 from tests.limits import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -42,14 +47,14 @@ class Asking(Chat):
         return [7]
 
 
-def two_lives(trial: Trial, ask: Any, again: Any = None) -> tuple[Asking, Asking, Any]:
+def two_lives(trial: Trial, ask: Any, server: Lasting | None = None) -> tuple[Asking, Asking, Any]:
     """Ask in a life that is killed before it trains, and in the next one."""
-    first, second = Asking(ask), Asking(again or ask)
-    server = Lasting(limit=3)
+    first, second = Asking(ask), Asking(ask)
+    server = server or Lasting(limit=3)
     options: dict[str, Any] = {"max_head_offpolicyness": 0}
     with trial.life(server, first, **options) as life:
         life.serve(0)
-        wait_until(lambda: server.taken == 3 and len(first.found) == 2)
+        wait_until(lambda: server.taken == server.limit and len(first.found) == 2)
     with trial.life(Lasting(), second, **options) as life:
         life.serve(0)
         life.executor.next_batch(0)
@@ -140,6 +145,83 @@ def test_a_result_that_is_no_plain_value_is_made_again(
     _, second, _ = two_lives(Trial(tmp_path), lambda engine: engine.call(look))
     assert len(made) == 4 and set(map(type, second.found.values())) == {set}
     assert caplog.text.count("the result of") == 2, "once in each life"
+
+
+class Verdict(StrEnum):
+    GOOD = "good"
+
+
+SUBCLASSES = {
+    "a number of numpy": np.float64(0.75),
+    "a text of numpy": [np.str_("good")],
+    "an enum": (1, Verdict.GOOD),
+    "a key": {Verdict.GOOD: 1},
+    "a value": {"verdict": Verdict.GOOD},
+    "a number with many digits": 10**5000,
+}
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_a_result_of_which_json_loses_the_type_is_made_again(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judged: list[int] = []
+    orders: list[Any] = []
+
+    def judge() -> Any:
+        judged.append(1)
+        return SUBCLASSES[kind]
+
+    async def ask(engine: Any) -> Any:
+        found = await engine.call(judge)
+        await engine.call(orders.append, found, once=True)
+        return pickle.dumps(found)
+
+    first, second, _ = two_lives(Trial(tmp_path), ask)
+    assert second.found == first.found and len(judged) == 4
+    assert len(orders) == 2, "a call with this result was found again"
+    assert caplog.text.count("is made again after a kill, or ends in CallLost") == 2
+
+
+def test_a_workflow_sees_the_recorded_result_also_when_it_is_made(tmp_path: Path) -> None:
+    orders: list[Any] = []
+    shared: list[list[Any]] = []
+
+    def look() -> Any:
+        shared.append(["\ud83d\ude00", 1])  # JSON joins two halves of a character
+        return shared[-1]
+
+    async def ask(engine: Any) -> Any:
+        found = await engine.call(look)
+        shared[-1].append(2)
+        await engine.call(orders.append, found, once=True)
+        return found
+
+    first, second, life = two_lives(Trial(tmp_path), ask)
+    assert second.found == first.found and list(first.found.values()) == [["\U0001f600", 1]] * 2
+    assert len(orders) == 2 and life.stat("unused") == 0
+
+
+class Loose(Lasting):
+    """A server in this process whose numbers are not those of the interface."""
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        response = await super().agenerate(request)
+        tokens: Any = np.array(response.output_tokens)
+        return replace(response, output_tokens=tokens, output_logprobs=[0, -1])
+
+
+def test_an_answer_has_the_same_types_in_both_lives(tmp_path: Path) -> None:
+    orders: list[Any] = []
+
+    async def ask(engine: Any) -> Any:
+        said = await engine.agenerate(ModelRequest([1, 2, 3], TWO_TOKENS))
+        answer = [said.output_tokens, said.output_logprobs, said.output_versions]
+        await engine.call(orders.append, answer, once=True)
+        return repr(answer)
+
+    first, second, _ = two_lives(Trial(tmp_path), ask, Loose(limit=5))
+    assert second.found == first.found and len(orders) == 2
 
 
 def test_the_state_of_an_episode_is_built_again_by_direct_calls(tmp_path: Path) -> None:
@@ -395,6 +477,20 @@ def test_a_finished_conversation_calls_nothing_again(pool: CallPool, tmp_path: P
     before = counter.read_text()
     assert not talk(pool, counter, tmp_path / "log", None).seen
     assert counter.read_text() == before and len(before.splitlines()) == 2 * 2 + 2
+
+
+def test_a_tool_may_answer_with_a_subclass_of_text(
+    pool: CallPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workflow = MultiTurnWorkflow(
+        user_code.zero_reward, user_code.say_enum, TWO, Tokenizer(), max_turns=2, pool=pool
+    )
+    with Trial(tmp_path, batch_size=1).life(Lasting(), workflow) as life:
+        life.loader.dataset = [{"messages": []}] * 24
+        life.serve(0)
+        ids = life.executor.next_batch(0)["input_ids"]
+    assert ids[:, 4:7].tolist() == [[97, 98, 99]] * 2
+    assert "cannot be recorded" not in caplog.text
 
 
 def test_a_tool_with_an_effect_is_tried_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,6 +116,14 @@ def say_seven(*_: Any, **__: Any) -> list[int]:
 
 def say_text(*_: Any, **__: Any) -> str:
     return "abc"
+
+
+class Said(StrEnum):
+    ABC = "abc"
+
+
+def say_enum(*_: Any, **__: Any) -> str:
+    return Said.ABC
 
 
 def zero_reward(*_: Any, **__: Any) -> float:
