@@ -44,7 +44,7 @@ from ..api import Batch, StateDict
 from ..servers.api import ObservableServer, labelled_version
 from ..training.batch import images_of, map_tensors, with_images
 from .config import RolloutConfig
-from .ledger import Ledger, Ticket
+from .ledger import Ledger, Outcome, Ticket
 from .recorded import Bounds, Recorded, split_records
 from .requests import RequestSender, Servers, TicketEngine
 from .ticket_lives import TicketLives
@@ -192,12 +192,15 @@ class RolloutExecutor:
 
             # Entries of a restored ledger are made usable before the first new ticket.
             if self._restored:
-                self._ledger.resample_stale(self.config.max_head_offpolicyness)
-                steps = range(version, self._ledger.next_step)
-                unfinished = [ticket.number for ticket in self._ledger.outstanding(steps)]
-                self._recorded.keep(unfinished, self._ledger.next_number)
+                again = self._ledger.resample_stale(self.config.max_head_offpolicyness)
+                self._recorded.sample_again(again)
                 self._restore_images()
                 self._restored = False
+            self._recorded.keep(
+                self._ledger.numbers(Outcome.OUTSTANDING),
+                self._ledger.numbers(Outcome.FINISHED),
+                self._ledger.next_number,
+            )
             self._recorded.confirm(version, label)
             # The first round of every step that may start now.
             for step in range(self._ledger.next_step, self._end_of_steps()):
@@ -318,8 +321,8 @@ class RolloutExecutor:
     def state_dict(self) -> StateDict:
         """The ledger, with the trajectories of at most ``max_head_offpolicyness`` + 1 steps.
 
-        It also has the records of tickets that are not finished, and the id of the log that has the
-        later ones.
+        It also has the records of tickets that are not finished, the calls of the others with an
+        outside effect, and the id of the log that has the later ones.
         """
         with self._changed:
             state = self._ledger.state_dict()
@@ -546,7 +549,7 @@ class RolloutExecutor:
             if trajectory is not None:
                 trajectory = _kept(trajectory)
             self._ledger.settle(ticket.number, trajectory)
-            self._recorded.forget(ticket.number)
+            self._recorded.forget(ticket.number, finished=trajectory is not None)
             engine.is_over = True
             self._lives.settle(ticket, accepted=trajectory is not None)
             if self._ledger.decided(ticket.step):

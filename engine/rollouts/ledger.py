@@ -142,6 +142,11 @@ class Ledger:
         """The tickets of a step, by number."""
         return [entry for entry in self._entries.values() if entry.ticket.step == step]
 
+    def numbers(self, outcome: Outcome) -> set[int]:
+        """The numbers of the tickets with this outcome."""
+        entries = self._entries.items()
+        return {number for number, entry in entries if entry.outcome is outcome}
+
     def outstanding(self, steps: Iterable[int]) -> list[Ticket]:
         """The unfinished tickets of ``steps``, by number."""
         return [entry.ticket for entry in self._outstanding() if entry.ticket.step in steps]
@@ -163,10 +168,11 @@ class Ledger:
         """Number of accepted tickets that a step lacks."""
         return self.batch_size - len(self.accepted(step))
 
-    def resample_stale(self, max_head_offpolicyness: int) -> None:
+    def resample_stale(self, max_head_offpolicyness: int) -> list[int]:
         """Sample finished tickets again if their tokens exceed the bound, as after a run with a
-        larger one.
+        larger one. Returns their numbers.
         """
+        again = []
         for number, entry in self._entries.items():
             if entry.trajectory is None:
                 continue
@@ -174,8 +180,10 @@ class Ledger:
             stale = sampled_versions(entry.trajectory) < oldest
             if stale.any():
                 self._entries[number] = Entry(entry.ticket)
-                self.finished -= 1
+                again.append(number)
+        self.finished -= len(again)
         self._count()
+        return again
 
     def without_images(self) -> list[Entry]:
         """The finished tickets whose images were left out of a state."""

@@ -15,7 +15,7 @@ Records are kept as encoded bytes until their ticket ends, so that a capture onl
 import math
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -277,6 +277,9 @@ def _text(head: Mapping[str, Any], name: str) -> str:
 class Recorded:
     """The records of all tickets that have not ended. Any thread may call it.
 
+    The calls of finished tickets with an outside effect stay until their step is trained. A later
+    start with a smaller staleness bound samples these tickets again, without their effects.
+
     Attributes:
         replayed, replayed_tokens: answers that were given out, and their tokens.
         dropped: answers that were too stale, or whose weights do not exist in this run.
@@ -325,18 +328,22 @@ class Recorded:
             self._log = log
             self._add(records)
 
-    def keep(self, outstanding: Iterable[int], next_number: int) -> None:
+    def keep(self, outstanding: Set[int], finished: Set[int], next_number: int) -> None:
         """Keep the records of the ``outstanding`` tickets, and of those from ``next_number`` on,
-        which will be handed out again. All others have ended.
+        which will be handed out again. Of ``finished`` ones keep what `forget` keeps.
         """
         with self._lock:
-            kept = set(outstanding)
             for ticket in list(self._records):
-                if ticket < next_number and ticket not in kept:
-                    self._remove(ticket)
+                if ticket < next_number and ticket not in outstanding:
+                    self._remove(ticket, ticket in finished)
+
+    def sample_again(self, tickets: Iterable[int]) -> None:
+        """Note that finished tickets get other answers, so that they may make other calls."""
+        with self._lock:
+            self._changed.update(tickets)
 
     def state(self) -> bytearray:
-        """All records of tickets that have not ended, for `load` after `split_records`."""
+        """All records that are kept, for `load` after `split_records`."""
         with self._lock:
             parts = []
             for records in self._records.values():
@@ -462,10 +469,12 @@ class Recorded:
                 error,
             )
 
-    def forget(self, ticket: int) -> None:
-        """Drop the records of a ticket that has ended."""
+    def forget(self, ticket: int, finished: bool) -> None:
+        """Drop the records of a ticket that has ended, but not the calls of a ``finished`` one
+        with an outside effect.
+        """
         with self._lock:
-            unused = self._remove(ticket)
+            unused = self._remove(ticket, finished)
             self.unused += unused
             if not unused or ticket in self._changed or self._warned:
                 return
@@ -564,13 +573,29 @@ class Recorded:
         if self._log is not None:
             self._log.append(record.data)
 
-    def _remove(self, ticket: int) -> int:
+    def _remove(self, ticket: int, finished: bool) -> int:
         """Number of records that no episode asked for. The intent of a recorded call does not
         count.
         """
-        unasked = self._records.pop(ticket, {}).keys() & self._unasked
+        records = self._records.pop(ticket, {})
+        if finished:
+            self._keep_calls(ticket, records)
+        unasked = records.keys() & self._unasked
         self._unasked -= unasked
         return sum(place.kind is not Kind.BEGUN for place in unasked)
+
+    def _keep_calls(self, ticket: int, records: Mapping[Place, Record]) -> None:
+        """Keep all calls if one had an outside effect: its arguments may be results of others."""
+        calls = {}
+        had_effect = False
+        for place, record in records.items():
+            if place.kind is Kind.ANSWER:
+                continue
+            calls[place] = record
+            if place.kind is Kind.BEGUN:
+                had_effect = True
+        if had_effect:
+            self._records[ticket] = calls
 
 
 def split_records(state: bytes) -> list[bytes]:

@@ -348,6 +348,49 @@ def test_a_start_that_ignores_records_makes_no_order_twice(tmp_path: Path) -> No
     assert outside.effects == {"a": 1, "b": 1}
 
 
+@pytest.mark.parametrize("replay", ["exact", "off"])
+def test_a_finished_ticket_that_is_sampled_again_makes_no_order_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, replay: str
+) -> None:
+    outside = Outside()
+    trial = Trial(tmp_path)
+
+    def make(number: int) -> Asking:
+        async def ask(engine: Any) -> list[str]:
+            # An order may depend on another call, or on answers, which are others in another life.
+            came_s = await engine.call(time.time) if replay == "exact" else 0
+            texts = (f"{engine} at {came_s}", f"{engine} in life {number}")
+            return [await engine.call(outside.send, text, once=True) for text in texts]
+
+        return Asking(ask)
+
+    # All steps finish. The next life needs none of their records, and hands them on.
+    with trial.life(Lasting(), make(1), max_head_offpolicyness=2, total_steps=3) as life:
+        life.serve(0)
+        for step in range(3):
+            life.executor.next_batch(step)
+        life.commit()
+    with trial.life(Lasting(), make(2), max_head_offpolicyness=2, total_steps=3) as life:
+        life.serve(0)
+        life.commit()
+
+    # With a smaller bound, the two tickets of step 2 are too stale.
+    again = make(3)
+    server = Lasting(1)
+    with trial.life(server, again, max_head_offpolicyness=1, total_steps=3, replay=replay) as life:
+        life.serve(1)
+        life.executor.next_batch(2)
+        own = [name for name in outside.effects if name.endswith("in life 3")]
+        assert len(server.seen) == 4 and len(own) == len(again.found) == 2
+        assert set(outside.effects.values()) == {1}
+
+        # After its training nothing is kept.
+        assert "records" in life.executor.state_dict()
+        life.serve(3)
+        assert "records" not in life.executor.state_dict()
+    assert "did not ask for" not in caplog.text, "its answers were dropped, so it may ask others"
+
+
 def test_an_order_whose_result_is_damaged_is_not_made_again(tmp_path: Path) -> None:
     outside = Outside()
 
