@@ -3,7 +3,8 @@
 A version is a folder ``v00000121`` with a manifest, in the format of Hugging Face or, for adapters
 alone, of PEFT. It is renamed into place when all ranks have written it. A new version first removes
 newer versions, because they belong to steps that a crash took back, and the leftovers of killed
-publishers. A folder has one writer at a time.
+publishers (`clear_from`). The caller sees to it that nobody reads them. A folder has one writer at
+a time.
 """
 
 import os
@@ -25,6 +26,7 @@ from ...utils.distributed import (
     get_rank,
     rank_zero_decides,
 )
+from ...utils.errors import CheckpointError
 from ...utils.files import StrPath, as_write_error, remove_or_log
 from ...utils.logging import get_logger
 from ...utils.manifest import (
@@ -35,6 +37,7 @@ from ...utils.manifest import (
     file_entries,
     manifest_digest,
     read_manifest,
+    verify_folder,
     write_entry,
     write_manifest,
 )
@@ -117,7 +120,7 @@ def write_version(
         facts |= {"base_dtype": base, "dtype": meta.dtype}
 
     seconds = {}
-    rank_zero_decides(lambda: _clear(final, version), group)
+    rank_zero_decides(lambda: clear_from(final.parent, version), group)
     with staged_folder(final, group) as staging:
         with timed(seconds, "write"):
             own, changes = _write_files(
@@ -208,15 +211,34 @@ def holds_adapters(manifest: Manifest) -> bool:
     return WEIGHTS in manifest["files"]
 
 
-def _clear(final: Path, version: int) -> None:
-    root = final.parent
-    with as_write_error(final):
-        for pattern in (".staging-v*", ".retired-v*", f"{AMPLIFIED_PREFIX}v*"):
+def holds_all_of(folder: Path, digest: str) -> bool:
+    """Whether a published folder has the manifest with this digest, and all bytes that it lists."""
+    try:
+        if manifest_digest(folder) != digest:
+            return False
+        verify_folder(folder)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def clear_from(root: Path, version: int) -> None:
+    """Remove ``version``, newer ones, and what killed publishers left. CheckpointWriteError if the
+    file system refuses.
+    """
+    with as_write_error(version_path(root, version)):
+        for pattern in (".staging-v*", ".retired-v*"):
             for leftover in root.glob(pattern):
                 remove_or_log(leftover)
         for newer in published_versions(root):
             if newer >= version:
                 remove_or_log(version_path(root, newer))
+
+        # A server may read these while it loads the version beside them.
+        for made in root.glob(f"{AMPLIFIED_PREFIX}v*"):
+            name, _, _ = made.name.removeprefix(AMPLIFIED_PREFIX).rpartition("-")
+            if not (root / name).exists():
+                remove_or_log(made)
 
 
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:

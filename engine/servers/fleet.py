@@ -469,15 +469,20 @@ class ServerFleet(Generic[S]):
                 "sleep at level 2 drops the base model of the published adapters; take level 1"
             )
 
-    def withdraw(self, version: int) -> None:
+    def withdraw(self, version: int, timeout_s: float | None = None) -> None:
         """Stop loading ``version`` or a newer one, because it is about to be replaced. Its servers
-        are behind then.
+        are behind then. Return once no server loads it any more.
+
+        Raises PublishError if a load did not end within ``timeout_s`` (None: its own time limit).
+        Then replace nothing.
         """
         with self._updating, self._changed:
             if self._folder is not None and self._folder.version >= version:
                 self._folder = None
                 for member in self._members:
                     member.want(None)
+            for member in self._members:
+                member.await_end_of_load(version, timeout_s)
 
     def require_support(self, update_type: str) -> None:
         """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`, or from
@@ -709,8 +714,6 @@ def _tell(
         with member.alone(deadline):
             if member.removed:
                 raise NoServerError("it was removed")
-            if member.wanted is not folder or member.resting:
-                raise PublishError(f"it is not to load {folder.path} any more")
             if member.confirmed is not folder:  # else the prober was faster
                 member.load(folder, buckets)
     finally:

@@ -127,7 +127,7 @@ class FleetMember(Generic[S]):
         self.wanted: PublishedFolder | None = None
         self._answered: PublishedFolder | None = None
         self.confirmed: PublishedFolder | None = None
-        self._loading: str | None = None  # folder of the load that runs
+        self._loading: PublishedFolder | None = None  # folder of the load that runs
         self.removed = False
 
         # Sleep.
@@ -155,8 +155,27 @@ class FleetMember(Generic[S]):
             used |= self.server.folders_in_use()
         loading = self._loading  # read once, because another thread sets it
         if loading is not None:
-            used.add(loading)
+            used.add(loading.path)
         return used
+
+    def await_end_of_load(self, version: int, timeout_s: float | None) -> None:
+        """Wait for the end of a load of ``version`` or a newer one. PublishError after
+        ``timeout_s`` (None: the time limit of the load). The caller holds ``changed``.
+        """
+        folder = self._loading
+        if folder is None or folder.version < version:
+            return
+
+        def ended() -> bool:
+            return self.removed or self._loading is not folder
+
+        limit_s = folder.timeout_s if timeout_s is None else timeout_s
+        if not self.changed.wait_for(ended, limit_s):
+            raise PublishError(
+                f"inference server {self.name} is still loading {folder.path} after another "
+                f"{limit_s:g} s, so nothing was written in its place; see to the server or remove "
+                "it from the fleet, and publish again"
+            )
 
     @contextmanager
     def alone(self, deadline: float) -> Iterator[None]:
@@ -225,11 +244,14 @@ class FleetMember(Generic[S]):
         """Have the server load ``folder``, or receive its weights, and note the outcome.
 
         Raises any error of the client, and PublishError if the server serves another version
-        afterwards.
+        afterwards, or is not to load the folder any more.
         """
-        self._loading = folder.path
-        self.confirmed = None
-        self._slept_with = None
+        with self.changed:  # a withdrawal comes before this, or waits for the end of the load
+            if self.wanted is not folder or self.resting:
+                raise PublishError(f"it is not to load {folder.path} any more")
+            self._loading = folder
+            self.confirmed = None
+            self._slept_with = None
         seconds: dict[str, float] = {}
         try:
             with timed(seconds, "total"):
@@ -245,10 +267,11 @@ class FleetMember(Generic[S]):
             self._note_failed_load(folder, error)
             raise
         finally:
-            self._loading = None
             if isinstance(self.server, ObservableServer):
                 seconds |= self.server.seconds
             with self.changed:
+                self._loading = None
+                self.changed.notify_all()
                 self.report = replace(self.report, seconds=seconds)
         self._note_loaded(folder)
 

@@ -3,14 +3,15 @@ old versions.
 
 A version is complete on disk (`write_version`) before rank 0 tells all servers at once. The other
 ranks wait meanwhile. Old versions are deleted after enough servers have confirmed the new one, and
-a folder that a server reads stays.
+a folder that a server reads stays. Also if its version is published again: the same weights are not
+written a second time, and others only after the server has ended.
 
 With type ``"xccl"`` all ranks gather the weights while rank 0 sends them (`_send`). Before that,
 their digests are computed and the manifest is written, so that a version has the same label
 whatever carries it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,13 +31,21 @@ from ...utils.distributed import (
 )
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
+from ...utils.manifest import manifest_digest
 from ...utils.threads import on_daemon_thread
 from ...utils.timing import timed
 from ..api import HFExportOptions, WeightUpdateMeta, export_dtype
 from ..hf.adapter_folder import require_adapters
 from ..hf.buckets import WeightGatherer
 from ..hf.deltas import PublishedCopy
-from ..hf.versions import delete_old, version_path, write_version
+from ..hf.versions import (
+    WrittenVersion,
+    clear_from,
+    delete_old,
+    holds_all_of,
+    version_path,
+    write_version,
+)
 from .api import InferenceServer, ServerReport, server_stats
 from .content_check import PROBE_NAME, WeightsProbe, compute_weights_probe
 from .fleet import ServerFleet
@@ -110,6 +119,8 @@ def publish_weights(
         ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no
             mirror for ``meta.delta``, the servers sleep, there are none to send weights to, or the
             model has no adapters to publish, nothing was written.
+        PublishError: a server is still loading this version or a newer one, which would be
+            replaced.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
@@ -131,22 +142,29 @@ def publish_weights(
         if meta.type == "xccl":
             rank_zero_decides_slowly(lambda: fleet.await_start(meta.min_servers), group)
 
-        # Write the version. Its folder may replace one that the prober would load.
-        fleet.withdraw(version)
+        # Write the version once no server reads what is removed for it.
         root = meta.path or rank_zero_decides(fleet.scratch_folder, group)
-        written = write_version(
+        path = version_path(root, version)
+        write = partial(
+            write_version,
             model,
-            replace(meta, path=root),
-            version,
-            group,
-            weights=meta.path is not None,
+            version=version,
+            group=group,
             base_model_path=base_model_path,
             base_dtype=base_dtype,
             extra_files=extra_files,
-            copy=copy,
         )
+        written = _describe_unchanged(write, meta, version, fleet, group)
+        first_removed = version if written is None else version + 1
+        rank_zero_decides_slowly(lambda: fleet.withdraw(first_removed, meta.timeout_s), group)
+        if written is None:
+            sent_only = meta.path is None
+            written = write(meta=replace(meta, path=root), weights=not sent_only, copy=copy)
+        else:
+            rank_zero_decides(lambda: clear_from(Path(root), first_removed), group)
+            if copy is not None:
+                copy.begin()  # it may be of a version that was removed
         seconds |= written.seconds
-        path = version_path(root, version)
 
         # Have the servers load it, or send it to them.
         try:
@@ -175,6 +193,38 @@ def publish_weights(
 
     logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
     return PublishedWeights(path, version, seconds, tuple(reports), written.figures)
+
+
+def _describe_unchanged(
+    write: Callable[..., WrittenVersion],
+    meta: WeightUpdateMeta,
+    version: int,
+    fleet: ServerFleet,
+    group: RankGroup,
+) -> WrittenVersion | None:
+    """Describe weights that are published again without writing them. None if the folder of the
+    version holds others, or is damaged.
+
+    A folder with exactly these weights stays, because a server or a mirror may still be reading it,
+    perhaps for a process that was killed or after its request was given up. Changes alone are
+    replaced, because mirrors may fail to make the weights from them.
+    """
+    if meta.path is None or meta.delta:
+        return None
+    path = version_path(meta.path, version)
+    if not rank_zero_decides(path.is_dir, group):
+        return None
+
+    # The manifest says which weights these are, to the last bit.
+    scratch = rank_zero_decides(fleet.scratch_folder, group)
+    described = write(meta=replace(meta, path=scratch), weights=False)
+
+    def is_unchanged() -> bool:
+        return holds_all_of(path, manifest_digest(version_path(scratch, version)))
+
+    if not rank_zero_decides_slowly(is_unchanged, group):
+        return None
+    return replace(described, figures={**described.figures, "bytes": 0.0})
 
 
 def _send(

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.engine.hf.versions import delete_old
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
-from holdfast.engine.servers.adapters import adapter_name
+from holdfast.engine.servers.adapters import adapter_name, amplified
 from holdfast.engine.servers.api import (
     AdapterServer,
     GenerationHyperparameters,
@@ -281,6 +281,18 @@ def test_a_request_in_flight_ends_on_the_adapters_it_began_with(kind: str, tmp_p
         assert server.folders_in_use() == {folders[1]}
         server.update_adapters_from_disk(folders[2], 3)
         assert fake.state()["adapters"] == [name_of(folders[2], 3)]
+
+
+def test_amplified_adapters_stay_while_a_server_may_load_their_version(tmp_path: Path) -> None:
+    model = adapted_model()
+    step_adapters(model, 1e-4)
+    folder = publish_adapters(tmp_path, 1, model)
+    with amplified(folder, 8.0) as made:
+        assert made is not None
+        publish_adapters(tmp_path, 2, model)
+        assert made.exists()
+        publish_adapters(tmp_path, 1, model)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000001"]
 
 
 @pytest.mark.slow

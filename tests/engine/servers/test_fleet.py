@@ -20,6 +20,7 @@ from holdfast.engine.servers.api import (
 )
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError, PublishError, WorkerLost
 from holdfast.utils.heartbeat import beat, seconds_since_beat
+from holdfast.utils.threads import on_daemon_thread
 from tests.engine.servers.scripted import (
     PlainServer,
     ScriptedServer,
@@ -428,6 +429,43 @@ def test_a_folder_that_is_being_loaded_is_not_deleted(
     assert slow.told == [1, 3]
     delete_old(str(tmp_path), 1, fleet.folders_in_use())
     assert published_versions(tmp_path) == [3]
+
+
+def test_a_version_is_withdrawn_only_when_no_server_loads_it_any_more(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
+    slow = ScriptedServer("slow")
+    fleet, folder = make_fleet(slow), write_published(tmp_path, 2)
+    slow.go.clear()
+    with pytest.raises(PublishError, match="did not load"):
+        fleet.update(folder, 2, 0.2)
+    fleet.withdraw(3)
+    for limit_s in (None, 0.1):  # the limit of the update, or another one
+        with pytest.raises(
+            PublishError, match=rf"server slow is still loading {folder} after another 0\.[12] s"
+        ):
+            fleet.withdraw(1, limit_s)
+
+    withdrawn = on_daemon_thread(lambda: fleet.withdraw(2, LIMIT_S), "withdraw")
+    time.sleep(0.1)
+    assert not withdrawn.done() and fleet.folders_in_use() == {folder}
+    slow.go.set()
+    withdrawn.result(LIMIT_S)
+    assert fleet.folders_in_use() == set() and slow.told == [2]
+
+
+def test_a_removed_server_keeps_no_version_from_being_withdrawn(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
+    stuck = ScriptedServer("stuck")
+    fleet = make_fleet(stuck)
+    stuck.go.clear()
+    with pytest.raises(PublishError, match="did not load"):
+        fleet.update(write_published(tmp_path, 1), 1, 0.2)
+    withdrawn = on_daemon_thread(lambda: fleet.withdraw(1, LIMIT_S), "withdraw")
+    fleet.remove("stuck")
+    withdrawn.result(1.0)
+    stuck.go.set()
 
 
 def test_statistics_count_states_and_time_the_slowest(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,57 @@ def _a_recovered_run_replaces_what_it_had_published(
     return server.told
 
 
+def _the_same_weights_stay_in_their_folder(
+    rank: int, world_size: int, folder: str, root: str
+) -> None:
+    engine, server = make_engine(folder), Server()
+    engine.connect_engine([server], WeightUpdateMeta("disk", root))
+    publish(engine, 5)
+    engine.update_weights(WeightUpdateMeta("disk", root, version=6))
+    written_at = os.stat(version_path(root, 5)).st_mtime_ns
+
+    again = engine.update_weights()
+    assert published_versions(root) == [5], "newer versions go in any case"
+    assert os.stat(again.path).st_mtime_ns == written_at and again.figures["bytes"] == 0
+    assert rank != 0 or server.told == [5, 6, 5]
+
+    # A damaged folder is replaced.
+    if rank == 0:
+        with (again.path / "config.json").open("ab") as file:
+            file.write(b" ")
+    dist.barrier()
+    engine.update_weights()
+    assert os.stat(again.path).st_mtime_ns != written_at
+    check_contents(engine, again.path)
+
+
+def _other_weights_wait_for_the_end_of_a_load(
+    rank: int, world_size: int, folder: str, root: str
+) -> None:
+    engine, server = make_engine(folder), PlainServer()
+    server.go.clear()
+    meta = WeightUpdateMeta("disk", root, timeout_s=0.3)
+    engine.connect_engine([server], meta)
+    with pytest.raises(PublishError, match="did not load"):
+        publish(engine, 5)
+    before = weights_label(version_path(root, 5), 5)
+    dist.barrier()
+    with pytest.raises(PublishError, match=r"is still loading .* nothing was written in its place"):
+        publish(engine, 5)
+    assert weights_label(version_path(root, 5), 5) == before
+
+    # The server reads whole folders: first the old one, then the new one.
+    threading.Timer(0.3, server.go.set).start()
+    engine.update_weights(replace(meta, timeout_s=stretched(20)))
+    assert weights_label(version_path(root, 5), 5) != before
+    assert rank != 0 or server.told == [5, 5]
+
+
 def _all(rank: int, world_size: int, folder: str, root: str) -> tuple[list[int], list[int]]:
     told = _versions_grow_and_old_ones_go(rank, world_size, folder, f"{root}/a")
     _no_failure_takes_an_older_version_away(rank, world_size, folder, f"{root}/b")
+    _the_same_weights_stay_in_their_folder(rank, world_size, folder, f"{root}/d")
+    _other_weights_wait_for_the_end_of_a_load(rank, world_size, folder, f"{root}/e")
     return told, _a_recovered_run_replaces_what_it_had_published(
         rank, world_size, folder, f"{root}/c"
     )
