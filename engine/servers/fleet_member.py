@@ -267,11 +267,11 @@ class FleetMember(Generic[S]):
             self._note_failed_load(folder, error)
             raise
         finally:
-            if isinstance(self.server, ObservableServer):
-                seconds |= self.server.seconds
             with self.changed:
                 self._loading = None
                 self.changed.notify_all()
+                if isinstance(self.server, ObservableServer):
+                    seconds |= self.server.seconds
                 self.report = replace(self.report, seconds=seconds)
         self._note_loaded(folder)
 

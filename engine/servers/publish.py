@@ -30,6 +30,7 @@ from ...utils.distributed import (
     rank_zero_decides_slowly,
 )
 from ...utils.errors import ConfigError
+from ...utils.files import remove_or_log
 from ...utils.logging import get_logger
 from ...utils.manifest import manifest_digest
 from ...utils.threads import on_daemon_thread
@@ -217,10 +218,13 @@ def _describe_unchanged(
 
     # The manifest says which weights these are, to the last bit.
     scratch = rank_zero_decides(fleet.scratch_folder, group)
-    described = write(meta=replace(meta, path=scratch), weights=False)
+    here = Path(scratch, "described")
+    described = write(meta=replace(meta, path=str(here)), weights=False)
 
     def is_unchanged() -> bool:
-        return holds_all_of(path, manifest_digest(version_path(scratch, version)))
+        digest = manifest_digest(version_path(here, version))
+        remove_or_log(here)
+        return holds_all_of(path, digest)
 
     if not rank_zero_decides_slowly(is_unchanged, group):
         return None
