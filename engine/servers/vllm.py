@@ -26,7 +26,7 @@ docs/servers-reference.md.
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -70,6 +70,7 @@ _NO_PLUGIN = (
 )
 # Answer of the plugin if it refuses weights before it loads any.
 _REFUSED = "refused, the weights stay as they are"
+_STAYS_PAUSED = "it stays paused as before, because its weights may be newer than its label"
 _HEAD = "lm_head"
 _NOT_SEEN = "No adapter found"  # answer of vLLM, with status 404, if the folder does not exist
 
@@ -143,23 +144,38 @@ class VLLMServer(ServerClient):
         self._set_label(calls, label)
         self._go_on(calls)
 
-    def _load_weights(self, calls: Calls, path: str, label: str) -> None:
+    @contextmanager
+    def _transferring(
+        self, calls: Calls, backend: str, label: str
+    ) -> Iterator[Callable[[Json], None]]:
+        """Replace the weights in this block, which gets the call that has ``backend`` load some."""
+        # The weights of an update that was cut off may be whole, and others than the label says.
+        was_paused = self._is_paused(calls)
         with self._replacing_weights(calls, label) as asleep:
-            if self.transfer != _DISK:
+            _open_transfer(calls, backend)
+            stays = None
+            if asleep:
+                stays = "its KV cache goes on sleeping"
+            elif was_paused:
+                stays = _STAYS_PAUSED
+            yield partial(self._transfer, calls, stays)
+
+    def _load_weights(self, calls: Calls, path: str, label: str) -> None:
+        if self.transfer != _DISK:
+            with self._replacing_weights(calls, label):
                 load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
                 _post_load(calls, "/collective_rpc", load)
-                return
-            _open_transfer(calls, _DISK)
+            return
+        with self._transferring(calls, _DISK, label) as transfer:
             manifest = label.partition("-")[2]
-            self._transfer(calls, {"path": path, "manifest": manifest}, asleep)
+            transfer({"path": path, "manifest": manifest})
             calls.post("load", "/finish_weight_update", {})
 
     def _send_weights(
         self, group: SenderGroup, buckets: BucketReader, calls: Calls, label: str
     ) -> None:
         backend = _NCCL if self.transfer == _NCCL else _GLOO
-        with self._replacing_weights(calls, label) as asleep:
-            _open_transfer(calls, backend)
+        with self._transferring(calls, backend, label) as transfer:
             for bucket in buckets:
                 info: Json = {
                     "names": bucket.names,
@@ -168,8 +184,7 @@ class VLLMServer(ServerClient):
                 }
                 if backend == _GLOO:
                     info |= {"digest": bucket.digest, "last": bucket.last}
-                tell = partial(self._transfer, calls, info, asleep)
-                send_bucket(group, buckets, bucket, calls, tell)
+                send_bucket(group, buckets, bucket, calls, partial(transfer, info))
             _post_load(calls, "/finish_weight_update", {})
 
     def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
@@ -195,18 +210,21 @@ class VLLMServer(ServerClient):
 
         return connected(group, calls, join)
 
-    def _transfer(self, calls: Calls, info: Json, asleep: bool) -> None:
+    def _transfer(self, calls: Calls, stays: str | None, info: Json) -> None:
+        """Have the backend load some weights. If it refuses them, the server goes on, unless it
+        ``stays`` as it is.
+        """
         try:
             _post_load(calls, "/update_weights", {"update_info": info})
         except PoisonedServerError as error:
             if _REFUSED not in str(error):
                 raise
 
-            # The server can serve what it has, because nothing was changed.
-            if asleep:
-                raise calls.refuse(f"its KV cache goes on sleeping: {error}") from error
-            self._go_on(calls)
-            raise calls.refuse(f"it goes on with the weights it has: {error}") from error
+            # The server can serve what it served before, because nothing was changed.
+            if stays is None:
+                self._go_on(calls)
+                stays = "it goes on with the weights it has"
+            raise calls.refuse(f"{stays}: {error}") from error
 
     def _reset_prefix_cache(self, calls: Calls) -> None:
         for attempt in range(5):

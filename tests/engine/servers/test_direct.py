@@ -195,7 +195,7 @@ def _publish_with_a_fault(
 
 def _first_bucket(kind: str) -> int:
     """Number of the call with the first bucket, in an update over a group that exists."""
-    return {"vllm": 4, "sglang": 3}[kind]
+    return {"vllm": 6, "sglang": 5}[kind]
 
 
 STRIKES = [
@@ -530,9 +530,11 @@ def test_workers_that_are_apart_are_refused_before_sglang_is_paused(
     assert not fake.state()["paused"]
 
 
-def _send_changed(rank: int, world_size: int, base: str, url: str, bucket: int) -> tuple[str, bool]:
+def _send_changed(
+    rank: int, world_size: int, base: str, url: str, bucket: int, **fault_before: Any
+) -> tuple[str, bool]:
     """Change a byte of a bucket after its digest was computed. Returns the error, and whether the
-    server is paused.
+    server is paused. With ``fault_before``, the server fails in a publication before.
     """
     engine, send, sent = make_engine(base), GlooGroup.send, [0]
 
@@ -544,6 +546,12 @@ def _send_changed(rank: int, world_size: int, base: str, url: str, bucket: int) 
 
     with closing(ServerFleet(clients([("vllm", url)]), probe_interval_s=None)) as fleet:
         engine.connect_engine(fleet, meta(None))
+        if fault_before:
+            tell(url, **fault_before)
+            step(engine)
+            with pytest.raises(PublishError, match="told to fail"):
+                engine.update_weights()
+            tell(url)
         step(engine)
         GlooGroup.send = change
         digest = FilledBucket.digest
@@ -562,6 +570,17 @@ def test_tensors_that_arrive_changed_are_refused(bucket: int, base: str, start: 
     assert "the tensors that arrived have digest xxh3_128:" in error
     assert ("it goes on with the weights it has" in error) == (bucket == 0) == (not paused)
     assert fake.state()["mixed"] == paused
+
+
+def test_a_server_left_paused_with_whole_weights_is_not_resumed_by_a_refused_bucket(
+    base: str, start: Any
+) -> None:
+    fake = start("vllm")
+    before = {"fail": {"/update_weight_version": 1}}
+    send_changed = partial(_send_changed, **before)
+    ((error, paused),) = run_ranks(send_changed, 1, base, fake.url, 0)
+    assert "it stays paused as before" in error and paused
+    assert fake.state()["paused"] and not fake.state()["mixed"]
 
 
 def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
