@@ -80,8 +80,8 @@ class ServerFleet(Generic[S]):
     Args:
         servers: clients, or a `ServerSource`. Without `ObservableServer`, the state follows from
             the updates alone.
-        min_servers: confirmations that a publication needs. None: from all servers, or from one of
-            a source.
+        min_servers: confirmations that a publication needs. None: from all servers that are not
+            removed meanwhile, or from one of a source.
         probe_interval_s: interval of the prober, which starts with the first `update`. None: no
             prober, so a server that missed an update waits for the next one.
         server_wait_s: longest wait of an update for servers of a source that are starting.
@@ -149,7 +149,7 @@ class ServerFleet(Generic[S]):
             if folder is not None:
                 require_support(member, folder.type)
             if isinstance(server, ServerClient):
-                server.connections.reopen()
+                server.connections.open(member)
 
             # From here on it takes part in whatever the others do.
             self._members = (*self._members, member)
@@ -169,7 +169,8 @@ class ServerFleet(Generic[S]):
 
         Args:
             name: ``name`` of its client, such as the URL.
-            drain_s: longest wait for its requests.
+            drain_s: longest wait for its requests. If the server is added again meanwhile, the
+                wait ends and nothing is cut off.
 
         Raises:
             ConfigError: the fleet has no such server.
@@ -182,7 +183,7 @@ class ServerFleet(Generic[S]):
             self._members = tuple(member for member in self._members if member is not gone)
             gone.leave()
         if isinstance(gone.server, ServerClient):
-            gone.server.connections.drain(drain_s)
+            gone.server.connections.drain(gone, drain_s)
 
     def update(
         self,
@@ -237,7 +238,7 @@ class ServerFleet(Generic[S]):
             return self._have_loaded(folder, needed, stream)
 
     def _have_loaded(
-        self, folder: PublishedFolder, needed: int, stream: WeightStream | None = None
+        self, folder: PublishedFolder, min_servers: int | None, stream: WeightStream | None = None
     ) -> list[ServerReport]:
         deadline = time.monotonic() + folder.timeout_s
 
@@ -261,7 +262,7 @@ class ServerFleet(Generic[S]):
 
         # Wait for them. What is not confirmed now is left to the prober.
         try:
-            confirmed, failed = _wait(told, awaited, needed, deadline)
+            confirmed, needed, failed = _wait(told, awaited, min_servers, deadline)
         finally:
             late = time.monotonic() >= deadline
             _note_unanswered(members, folder, awaited, late)
@@ -401,7 +402,7 @@ class ServerFleet(Generic[S]):
                 timeout_s,
             )
 
-        awake = len(members) - len(failed)
+        awake, needed = _count(set(members) - set(failed), members, min_servers)
         if awake < needed and self._have_ended(failed):
             self.await_start(needed)
             awake = len(self._members)  # servers that are started again do not sleep
@@ -426,12 +427,21 @@ class ServerFleet(Generic[S]):
             member: on_daemon_thread(partial(_carry_out, member, command, end), what)
             for member in members
         }
-        wait(told.values(), timeout_s)
+
+        # A server that was removed meanwhile may never answer.
+        left_s = timeout_s
+        while left_s > 0:
+            awaited = [call for member, call in told.items() if not member.removed]
+            _, late = wait(awaited, min(left_s, _REMOVAL_LOOK_S))
+            if not late:
+                break
+            left_s = max(0.0, end - time.monotonic())
 
         failed: dict[FleetMember, BaseException] = {}
         for member, call in told.items():
             if not call.done():
-                failed[member] = ServerError(f"it did not {what} within {timeout_s:g} s")
+                waited_s = timeout_s - left_s
+                failed[member] = ServerError(f"it did not {what} within {waited_s:g} s")
                 member.note(ServerState.GONE, str(failed[member]))
                 continue
             error = call.exception()
@@ -572,13 +582,12 @@ class ServerFleet(Generic[S]):
         if self._prober is not None:
             self._prober.join()
 
-    def _needed(self, min_servers: int | None) -> int:
+    def _needed(self, min_servers: int | None) -> int | None:
+        """Confirmations that are needed. None: those of all servers, which a source never needs."""
         needed = self._min_servers if min_servers is None else min_servers
         require_range("min_servers", needed, low=1)
         count = len(self._members)
-        if needed is None:
-            return count
-        if needed > count and self._source is None:
+        if needed is not None and needed > count and self._source is None:
             raise ConfigError(f"min_servers is {needed}, but there are {count} inference servers")
         return needed
 
@@ -606,7 +615,7 @@ class ServerFleet(Generic[S]):
         while True:
             self._follow()
             members = self._members
-            if len(members) >= needed:
+            if needed is None or len(members) >= needed:
                 return
             if time.monotonic() > end:
                 absent = "; ".join(str(report) for report in self._source.absent())
@@ -744,20 +753,21 @@ def _reasons(failed: dict[FleetMember, BaseException]) -> str:
 def _wait(
     told: dict[Future[None], FleetMember],
     awaited: set[FleetMember],
-    needed: int,
+    min_servers: int | None,
     deadline: float,
-) -> tuple[int, dict[FleetMember, BaseException]]:
-    """Wait for needed and ``awaited`` answers. Returns the number of confirmations, and the servers
-    that answered with errors.
+) -> tuple[int, int, dict[FleetMember, BaseException]]:
+    """Wait for needed and ``awaited`` answers. Returns the number of confirmations, how many are
+    needed, and the servers that answered with errors.
     """
-    confirmed = 0
+    confirmed: set[FleetMember] = set()
     failed: dict[FleetMember, BaseException] = {}
     pending = set(told)
-    while needed <= confirmed + len(pending):
+    while True:
         # A server that was removed meanwhile may never answer.
         pending = {call for call in pending if call.done() or not told[call].removed}
+        count, needed = _count(confirmed, told.values(), min_servers)
         waits_for_awaited = any(told[call] in awaited for call in pending)
-        if confirmed >= needed and not waits_for_awaited:
+        if count + len(pending) < needed or (count >= needed and not waits_for_awaited):
             break
         left_s = max(0.0, deadline - time.monotonic())
         done, pending = wait(pending, min(left_s, _REMOVAL_LOOK_S), FIRST_COMPLETED)
@@ -766,7 +776,19 @@ def _wait(
         for call in done:
             error = call.exception()
             if error is None:
-                confirmed += 1
+                confirmed.add(told[call])
             else:
                 failed[told[call]] = error
-    return confirmed, failed
+    return *_count(confirmed, told.values(), min_servers), failed
+
+
+def _count(
+    done: Collection[FleetMember], members: Iterable[FleetMember], min_servers: int | None
+) -> tuple[int, int]:
+    """How many servers have done something, and how many need to: if ``min_servers`` is None, all
+    that were not removed meanwhile.
+    """
+    if min_servers is not None:
+        return len(done), min_servers
+    left = [member for member in members if not member.removed]
+    return sum(member in done for member in left), len(left)

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -178,15 +179,18 @@ class Connections:
         self.unanswered = 0
         self._url = url
         self._key = key
+        # A request that is cut off leaves this table before it ends.
         self._in_flight: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}
         self._given_up = False
+        self._user: object = None
+        self._changing_user = Lock()
         self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
 
     async def ask(self, path: str, body: Json | None, limit_s: float) -> Json:
         """POST ``body``, or GET if it is None, and return the JSON object of the answer.
 
         Raises:
-            NoServerError: no connection, or `give_up` was called.
+            NoServerError: no connection, or `drain` cut the request off.
             UnreachableServerError: the connection broke, and the retries failed too.
             SlowServerError: no answer within ``limit_s``.
             BusyServerError: the server takes no request now.
@@ -211,10 +215,11 @@ class Connections:
             async with limit:
                 self._in_flight[limit] = asyncio.get_running_loop()
                 if self._given_up:
+                    del self._in_flight[limit]
                     raise TimeoutError
                 answer = await trying(send)
         except TimeoutError as failure:
-            if self._given_up:
+            if limit not in self._in_flight:
                 raise NoServerError(f"{what} was cut off: the server was removed") from failure
             self.unanswered += 1
             raise SlowServerError(
@@ -238,26 +243,34 @@ class Connections:
             )
         return _parsed(answer, what, ServerError, "")
 
-    def drain(self, drain_s: float) -> None:
+    def open(self, user: object) -> None:
+        """Send requests for ``user``, such as a member of a fleet, also after a `drain`."""
+        with self._changing_user:
+            self._user = user
+            self._given_up = False
+
+    def drain(self, user: object, drain_s: float) -> None:
         """Wait until no request is in flight. After ``drain_s``, cut off those that are. Later
-        requests are refused until `reopen`.
+        requests are refused.
+
+        Return early, and cut off nothing, if they were opened for another user than ``user``.
         """
         end = time.monotonic() + drain_s
-        while self._in_flight and time.monotonic() < end:
+        while self._in_flight and self._user is user and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
 
         # A request notes itself before it looks at the flag, so none is missed.
-        self._given_up = True
-        for limit, loop in list(self._in_flight.items()):
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(self._cut_off, limit, loop)
-
-    def reopen(self) -> None:
-        """Send requests again after `drain`."""
-        self._given_up = False
+        with self._changing_user:
+            if self._user is not user:
+                return
+            self._given_up = True
+            for limit, loop in list(self._in_flight.items()):
+                with suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(self._cut_off, limit, loop)
 
     def _cut_off(self, limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
         if limit in self._in_flight and not limit.expired():
+            del self._in_flight[limit]
             limit.reschedule(loop.time())
 
     def _pool(self) -> httpx2.AsyncClient:

@@ -23,6 +23,7 @@ from holdfast.engine.servers.api import (
 )
 from holdfast.utils.errors import (
     ConfigError,
+    NoServerError,
     PublishError,
     RolloutError,
     ServerError,
@@ -43,6 +44,7 @@ from tests.tiers import slow_but
 pytestmark = pytest.mark.timeout(90)
 
 LIMIT_S = stretched(20)
+REQUEST = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=2), seed=1)
 STEPS = 6
 
 
@@ -125,6 +127,102 @@ def test_an_update_does_not_wait_for_a_server_that_was_removed(
         stuck.go.set()
 
 
+def test_a_server_that_is_removed_during_an_update_need_not_confirm_it(
+    published: Callable[[int], Path],
+) -> None:
+    stuck, other = ScriptedServer("stuck"), ScriptedServer("other")
+    with (
+        closing(ServerFleet([stuck, other], probe_interval_s=None)) as fleet,
+        ThreadPoolExecutor() as pool,
+    ):
+        stuck.go.clear()
+        update = pool.submit(fleet.update, published(1), 1, 600.0)
+        assert stuck.began.wait(LIMIT_S)
+        fleet.remove("stuck")
+        assert [report.name for report in update.result(LIMIT_S)] == ["other"]
+        assert names(fleet) == ["other"]
+        stuck.go.set()
+
+
+def test_all_servers_that_stay_must_confirm_although_one_that_confirmed_was_removed(
+    published: Callable[[int], Path],
+) -> None:
+    removed, good = ScriptedServer("removed"), ScriptedServer("good")
+    bad = ScriptedServer("bad", refuse)
+    with (
+        closing(ServerFleet([removed, good, bad], probe_interval_s=None)) as fleet,
+        ThreadPoolExecutor() as pool,
+    ):
+        bad.go.clear()
+        update = pool.submit(fleet.update, published(1), 1, LIMIT_S)
+        wait_until(lambda: set(names(fleet)) == {"removed", "good"})
+        fleet.remove("removed")
+        bad.go.set()
+        with pytest.raises(PublishError, match="confirmed by 1 of 2 inference servers, 2 are need"):
+            update.result(LIMIT_S)
+
+
+def test_waking_up_does_not_wait_for_a_server_that_was_removed() -> None:
+    stuck, other = SleepyServer("stuck"), SleepyServer("other")
+    with (
+        closing(ServerFleet([stuck, other], probe_interval_s=None)) as fleet,
+        ThreadPoolExecutor() as pool,
+    ):
+        fleet.sleep(LIMIT_S)
+        stuck.go.clear()
+        wake_up = pool.submit(fleet.wake_up, timeout_s=600.0)
+        assert stuck.began.wait(LIMIT_S)
+        fleet.remove("stuck")
+        assert [report.name for report in wake_up.result(LIMIT_S)] == ["other"]
+        stuck.go.set()
+
+
+def test_a_server_that_is_added_again_while_its_removal_waits_keeps_its_requests(
+    tmp_path: Path, published: Callable[[int], Path]
+) -> None:
+    with FakeServer("vllm", tmp_path, token_s=0.02) as server, ThreadPoolExecutor() as pool:
+        client = VLLMServer(server.url)
+        with closing(ServerFleet([client], probe_interval_s=0.05)) as fleet:
+            fleet.update(published(1), 1, LIMIT_S)
+            in_flight = pool.submit(ask, client, 40)
+            wait_until(lambda: client.connections._in_flight)
+            removal = pool.submit(fleet.remove, client.name, 600.0)
+            wait_until(lambda: not fleet._members)
+            fleet.add(client)
+            removal.result(LIMIT_S)
+            assert len(in_flight.result(LIMIT_S).output_tokens) == 40
+            assert fleet.wait_serving(1, LIMIT_S)
+            assert len(ask(client).output_tokens) == 2
+
+
+def test_a_request_that_a_removal_cut_off_is_not_called_slow_if_the_server_is_added_at_once(
+    tmp_path: Path,
+) -> None:
+    async def ask_and_cut_off(client: VLLMServer) -> None:
+        connections = client.connections
+        connections.open("first")
+        request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=500), seed=1)
+        answer = asyncio.create_task(client.agenerate(request))
+        while not server.state()["in_flight"]:
+            await asyncio.sleep(0.01)
+
+        # The loop hears of the first two only afterwards.
+        connections.drain("first", 0.0)
+        connections.open("second")
+        with pytest.raises(NoServerError, match="was cut off: the server was removed"):
+            await answer
+        assert connections.unanswered == 0
+
+        # A removal of before does nothing any more.
+        connections.drain("first", 0.0)
+        assert (await client.agenerate(REQUEST)).output_tokens
+
+    with FakeServer("vllm", tmp_path, token_s=0.05) as server:
+        client = VLLMServer(server.url)
+        client.update_weights_from_disk(str(write_published(tmp_path / "w", 1)), 1)
+        asyncio.run(ask_and_cut_off(client))
+
+
 def test_more_confirmations_than_servers_are_refused_after_a_removal(
     published: Callable[[int], Path],
 ) -> None:
@@ -165,9 +263,9 @@ def test_another_server_at_the_same_url_is_neither_paused_nor_loaded(
             assert set(ask(own).output_versions) == {1}
 
 
-def ask(client: VLLMServer) -> ModelResponse:
-    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=2), seed=1)
-    return asyncio.run(client.agenerate(request))
+def ask(client: VLLMServer, n_tokens: int = 2) -> ModelResponse:
+    gconfig = GenerationHyperparameters(max_new_tokens=n_tokens)
+    return asyncio.run(client.agenerate(replace(REQUEST, gconfig=gconfig)))
 
 
 # Servers that come and go by themselves
@@ -253,6 +351,8 @@ class SleepyServer(ScriptedServer):
         self.asleep = True
 
     def wake_up(self, tags: object = ()) -> None:
+        self.began.set()
+        assert self.go.wait(LIMIT_S)
         self.asleep = False
 
 
