@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from .errors import CheckpointCorruptError, ConfigError
@@ -204,8 +205,10 @@ def pack_json(value: Any, name: str) -> torch.Tensor:
 
 
 def plain_json(value: Any, name: str, exact: bool = False) -> bytes:
-    """Encode ``value`` as JSON text. ConfigError as in `pack_json`, and with ``exact`` also for
-    subclasses of numbers and strings (np.float64, an Enum), which come back as plain ones.
+    """Encode ``value`` as JSON text. ConfigError as in `pack_json`.
+
+    With ``exact``, numbers and strings of numpy are encoded as Python's, and other subclasses of
+    numbers and strings (an Enum), which would come back as plain ones, are a ConfigError too.
     """
     return json.dumps(_encode(value, name, exact)).encode()
 
@@ -241,6 +244,8 @@ def _encode(value: Any, name: str, exact: bool) -> Any:
         return value
     if not exact and isinstance(value, _SCALARS):
         return value
+    if exact and isinstance(value, np.generic) and type(value.item()) in _SCALARS:
+        return value.item()
     # Lists, and dicts with names, are those of JSON. The name leads to the item in messages.
     if kind is list:
         return [_encode(item, f"{name}[{index}]", exact) for index, item in enumerate(value)]

@@ -100,6 +100,7 @@ def write_adapters(
         # The weights come last, because they are made durable by themselves.
         config = copy.deepcopy(_peft_config(model))
         config.inference_mode = True
+        _sort_sets(config)
         config.save_pretrained(str(folder))
         for part in (options.tokenizer, options.processor):
             if part is not None:
@@ -108,6 +109,13 @@ def write_adapters(
             fsync_file(folder / name)
         write_adapter_weights(folder, whole)
         return list(walk_files(folder))
+
+
+def _sort_sets(config: Any) -> None:
+    """Give sets an order, because theirs differs between processes."""
+    for name, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
 
 
 def require_adapters(model: PreTrainedModel) -> None:

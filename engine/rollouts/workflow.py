@@ -56,7 +56,7 @@ class EpisodeEngine(Protocol):
         Args:
             fn: a function with a name, not a lambda. Its arguments can be pickled. Its result has
                 Python's own numbers, strings, lists, tuples and dicts, else it is not recorded: no
-                Enum, no np.float64. A recorded one is returned as a copy.
+                Enum. A recorded one is returned as a copy, with Python's numbers for numpy's.
             once: whether the call has an effect outside.
 
         Raises:

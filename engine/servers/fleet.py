@@ -402,7 +402,7 @@ class ServerFleet(Generic[S]):
                 timeout_s,
             )
 
-        awake, needed = _count(set(members) - set(failed), members, min_servers)
+        awake, needed = _count(set(members) - set(failed), members, needed)
         if awake < needed and self._have_ended(failed):
             self.await_start(needed)
             awake = len(self._members)  # servers that are started again do not sleep

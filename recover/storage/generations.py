@@ -238,7 +238,9 @@ class GenerationStore:
         with as_write_error(final):
             commit_folder(staging, final)
         # Hints, which follow the rename.
-        newest = max(step, *(generation.step for generation in self.generations()))
+        newest = step
+        with contextlib.suppress(OSError):
+            newest = max([step, *(generation.step for generation in self.generations())])
         self._note(self.tracker, str(newest))
         if not self.owner.exists():
             run_id = read_manifest(final).get("run_id")

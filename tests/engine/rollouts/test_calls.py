@@ -152,8 +152,6 @@ class Verdict(StrEnum):
 
 
 SUBCLASSES = {
-    "a number of numpy": np.float64(0.75),
-    "a text of numpy": [np.str_("good")],
     "an enum": (1, Verdict.GOOD),
     "a key": {Verdict.GOOD: 1},
     "a value": {"verdict": Verdict.GOOD},
@@ -181,6 +179,23 @@ def test_a_result_of_which_json_loses_the_type_is_made_again(
     assert second.found == first.found and len(judged) == 4
     assert len(orders) == 2, "a call with this result was found again"
     assert caplog.text.count("is made again after a kill, or ends in CallLost") == 2
+
+
+def test_numbers_of_numpy_are_pythons_in_each_life(tmp_path: Path) -> None:
+    orders: list[Any] = []
+
+    def judge() -> Any:
+        return [np.float64(0.75), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("good")]
+
+    async def ask(engine: Any) -> Any:
+        found = await engine.call(judge)
+        await engine.call(orders.append, found, once=True)
+        return [type(value) for value in found]
+
+    first, second, life = two_lives(Trial(tmp_path), ask)
+    assert second.found == first.found
+    assert list(first.found.values()) == [[float, float, int, bool, str]] * 2
+    assert len(orders) == 2 and life.stat("unused") == 0
 
 
 def test_a_workflow_sees_the_recorded_result_also_when_it_is_made(tmp_path: Path) -> None:

@@ -421,6 +421,20 @@ def test_waking_up_waits_for_a_server_that_was_killed(
         assert reports[0].name == "first, started again"
 
 
+def test_as_many_servers_as_the_fleet_needs_wake_up() -> None:
+    class Broken(SleepyServer):
+        def wake_up(self, tags: object = ()) -> None:
+            raise ServerError("POST /wake_up: 500")
+
+    servers = [SleepyServer("first"), Broken("second")]
+    with closing(ServerFleet(servers, min_servers=1, probe_interval_s=None)) as fleet:
+        fleet.sleep(timeout_s=LIMIT_S)
+        fleet.wake_up(("weights",), LIMIT_S)
+        assert [server.asleep for server in servers] == [False, True]
+        with pytest.raises(ServerError, match="1 of 2 inference servers woke up, 2 are needed"):
+            fleet.wake_up(("weights",), LIMIT_S, min_servers=2)
+
+
 def test_waking_up_waits_for_servers_that_start() -> None:
     with (
         closing(ServerFleet(Source(), probe_interval_s=None, server_wait_s=0.2)) as fleet,
