@@ -238,14 +238,19 @@ def pad_bytes(data: bytes, padding: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
 
+def _pythons(value: Any) -> Any:
+    """Python's number or string for one of numpy, and any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _encode(value: Any, name: str, exact: bool) -> Any:
+    if exact:
+        value = _pythons(value)
     kind = type(value)
     if value is None or kind in _SCALARS:
         return value
     if not exact and isinstance(value, _SCALARS):
         return value
-    if exact and isinstance(value, np.generic) and type(value.item()) in _SCALARS:
-        return value.item()
     # Lists, and dicts with names, are those of JSON. The name leads to the item in messages.
     if kind is list:
         return [_encode(item, f"{name}[{index}]", exact) for index, item in enumerate(value)]
