@@ -51,6 +51,7 @@ from .api import (
 from .client import ServerClient
 from .fleet_member import (
     ABOUT_TO_SLEEP,
+    STOP_LOOK_S,
     FleetMember,
     PublishedFolder,
     S,
@@ -65,7 +66,6 @@ logger = get_logger(__name__)
 
 _START_LOOK_S = 0.1
 _REMOVAL_LOOK_S = 1.0
-_STOP_LOOK_S = 0.2
 _END_S = 30.0
 """Longest time between an error of a server with a dead engine and its end."""
 
@@ -483,16 +483,17 @@ class ServerFleet(Generic[S]):
         """Stop loading ``version`` or a newer one, because it is about to be replaced. Its servers
         are behind then. Return once no server loads it any more.
 
-        Raises PublishError if a load did not end within ``timeout_s`` (None: its own time limit).
-        Then replace nothing.
+        Raises PublishError if a load did not end within ``timeout_s`` (None: its own time limit),
+        and StopRequested if the job was asked to stop meanwhile. Then replace nothing.
         """
+        began = time.monotonic()
         with self._updating, self._changed:
             if self._folder is not None and self._folder.version >= version:
                 self._folder = None
                 for member in self._members:
                     member.want(None)
             for member in self._members:
-                member.await_end_of_load(version, timeout_s)
+                member.await_end_of_load(version, began, timeout_s)
 
     def require_support(self, update_type: str) -> None:
         """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`, or from
@@ -532,7 +533,7 @@ class ServerFleet(Generic[S]):
                 if left_s <= 0:
                     return False
                 require_no_stop("inference servers", began)
-                self._changed.wait(min(left_s, _STOP_LOOK_S))
+                self._changed.wait(min(left_s, STOP_LOOK_S))
             return True
 
     @property

@@ -22,6 +22,7 @@ from ...utils.errors import ConfigError, PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.remote import without_secrets
+from ...utils.stopping import require_no_stop
 from ...utils.timing import timed
 from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import (
@@ -42,6 +43,8 @@ logger = get_logger(__name__)
 
 S = TypeVar("S", bound=InferenceServer)
 
+STOP_LOOK_S = 0.2
+"""How often a wait looks for a request to stop the job."""
 ABOUT_TO_SLEEP = "it is about to sleep"
 """Error of a server that should sleep, until the command to sleep has reached it."""
 
@@ -158,9 +161,10 @@ class FleetMember(Generic[S]):
             used.add(loading.path)
         return used
 
-    def await_end_of_load(self, version: int, timeout_s: float | None) -> None:
+    def await_end_of_load(self, version: int, began: float, timeout_s: float | None) -> None:
         """Wait for the end of a load of ``version`` or a newer one. PublishError after
-        ``timeout_s`` (None: the time limit of the load). The caller holds ``changed``.
+        ``timeout_s`` (None: the time limit of the load) since ``began``, on the monotonic clock,
+        and StopRequested if the job is to stop. The caller holds ``changed``.
         """
         folder = self._loading
         if folder is None or folder.version < version:
@@ -170,7 +174,10 @@ class FleetMember(Generic[S]):
             return self.removed or self._loading is not folder
 
         limit_s = folder.timeout_s if timeout_s is None else timeout_s
-        if not self.changed.wait_for(ended, limit_s):
+        while not self.changed.wait_for(ended, STOP_LOOK_S):
+            require_no_stop("inference servers", began)
+            if time.monotonic() < began + limit_s:
+                continue
             raise PublishError(
                 f"inference server {self.name} is still loading {folder.path} after another "
                 f"{limit_s:g} s, so nothing was written in its place; see to the server or remove "

@@ -18,8 +18,15 @@ from holdfast.engine.servers.api import (
     ServerStatus,
     weights_label,
 )
-from holdfast.utils.errors import CheckpointCorruptError, ConfigError, PublishError, WorkerLost
+from holdfast.utils.errors import (
+    CheckpointCorruptError,
+    ConfigError,
+    PublishError,
+    StopRequested,
+    WorkerLost,
+)
 from holdfast.utils.heartbeat import beat, seconds_since_beat
+from holdfast.utils.stopping import forget_stop, note_stop
 from holdfast.utils.threads import on_daemon_thread
 from tests.engine.servers.scripted import (
     PlainServer,
@@ -452,6 +459,24 @@ def test_a_version_is_withdrawn_only_when_no_server_loads_it_any_more(
     slow.go.set()
     withdrawn.result(LIMIT_S)
     assert fleet.folders_in_use() == set() and slow.told == [2]
+
+
+def test_a_job_that_is_to_stop_does_not_wait_for_a_load_to_end(
+    tmp_path: Path, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.utils.stopping.PATIENCE_S", 0.1)
+    slow = ScriptedServer("slow")
+    fleet = make_fleet(slow)
+    slow.go.clear()
+    with pytest.raises(PublishError, match="did not load"):
+        fleet.update(write_published(tmp_path, 1), 1, 0.2)
+    note_stop("SIGTERM")
+    try:
+        with pytest.raises(StopRequested, match="SIGTERM came while the job waited for inference"):
+            fleet.withdraw(1, LIMIT_S)
+    finally:
+        forget_stop()
+        slow.go.set()
 
 
 def test_a_removed_server_keeps_no_version_from_being_withdrawn(
