@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,18 @@ if SIMULATED_DEVICES:  # this process, too
     from tests.simulated_cuda.device import install
 
     install()
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be off
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let tests of different files that share something go to one process, with ``--dist
+    loadfile``.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.scheduling import ByFile  # not every environment has pytest-xdist
+
+    return ByFile(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
