@@ -167,12 +167,15 @@ class CallPool:
 
 
 def _preloaded() -> list[str]:
-    """What the fork server imports, for all processes: large libraries that this process uses.
+    """What the fork server imports, for all processes: what this process uses of Holdfast and of
+    large libraries.
 
     Each process imports the script, because a function may be in it. Python before 3.12.8 cannot
     do that in the server (python/cpython#126631), nor find modules next to the script.
     """
-    return ["__main__", *(name for name in _LARGE if name in sys.modules)]
+    large = [name for name in _LARGE if name in sys.modules]
+    of_holdfast = [name for name in list(sys.modules) if name.startswith("holdfast.")]
+    return ["__main__", *large, *of_holdfast]
 
 
 class _Lost(Exception):

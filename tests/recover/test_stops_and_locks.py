@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +173,23 @@ def test_a_stop_right_after_a_due_snapshot_makes_no_second_one(tmp_path: Path) -
     assert signal.getsignal(signal.SIGTERM) == before, "the handler has given the signals back"
 
 
+def _hold(root: str, pipe: Connection) -> None:
+    make_handler(root).load(Tiny().state)
+    pipe.send("holds")
+    time.sleep(60)
+
+
 def test_a_second_job_in_the_folder_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    with pytest.raises(
-        FolderInUseError, match=rf"in use by pid {job.process.pid} on host .*, started 20"
-    ):
+    context = get_context("forkserver")
+    ours, theirs = context.Pipe()
+    job = context.Process(target=_hold, args=(str(tmp_path), theirs))
+    job.start()
+    assert ours.poll(stretched(40)) and ours.recv() == "holds"
+    with pytest.raises(FolderInUseError, match=rf"in use by pid {job.pid} on host .*, started 20"):
         make_handler(tmp_path, lock_timeout_s=0.2).load(Tiny().state)
     assert hidden(tmp_path) == []
-    job.process.kill()
-    job.finish()
+    job.kill()
+    job.join()
     assert make_handler(tmp_path, lock_timeout_s=5.0).load(Tiny().state) is None
 
 

@@ -149,19 +149,20 @@ def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path) -> None
     assert still_alive([child], stretched(10)) == []
 
 
-def test_processes_are_forked_with_torch_and_find_the_modules_next_to_the_script(
+def test_processes_are_forked_with_torch_and_holdfast_and_find_modules_next_to_the_script(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "rewards.py").write_text("raise RuntimeError('of the working folder')\n")
     (tmp_path / "scripts" / "rewards.py").write_text(
-        "import sys\n\ndef has_torch():\n    return 'torch' in sys.modules\n"
+        "import sys\n\ndef loaded():\n"
+        "    return {'torch', 'holdfast.recover.info'} & {*sys.modules}\n"
     )
     (tmp_path / "scripts" / "job.py").write_text(
         "import asyncio\nimport rewards\nfrom holdfast.engine.rollouts import CallPool\n"
-        "if __name__ == '__main__':\n    import torch\n"
+        "if __name__ == '__main__':\n    import torch, holdfast.recover.info\n"
         "    with CallPool(n_processes=1) as pool:\n"
-        "        assert asyncio.run(pool.call(rewards.has_torch))\n"
+        "        assert len(asyncio.run(pool.call(rewards.loaded))) == 2\n"
     )
     subprocess.run([sys.executable, "scripts/job.py"], check=True, cwd=tmp_path)
 
