@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 
 from tests.limits import stretched
+from tests.tiers import part_of
 
 SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
+
+PART = os.environ.get("HOLDFAST_TEST_PART")
+"""Part of the tests to run, such as ``2/6``. None or "": all."""
 
 pytest_plugins = [
     "tests.faults.tally",
@@ -72,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # after the choice of a tier
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Stretch the time limits of all tests. Files with the longest limits come first, so that none
-    is left for last.
+    is left for last. Then choose a part, if one is asked for.
     """
     of_all = config.getoption("timeout")
     of_all = float(config.getini("timeout") if of_all is None else of_all)
@@ -83,6 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(stretched(limit_s)), append=False)
         longest[item.path] = max(longest[item.path], limit_s)
     items.sort(key=lambda item: -longest[item.path])
+    if PART:
+        chosen = part_of(items, PART)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 @pytest.fixture(autouse=True)
