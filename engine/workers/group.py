@@ -299,12 +299,15 @@ class WorkerGroup:
             WorkerLost: a rank died or missed the deadline, or itself raised a `WorkerLost` of
                 another group.
             Exception: the worker raised it. If several ranks failed, an error that is not just a
-                `PeerError`.
+                `PeerError`. Or arguments of a rank could not be sent. If others had got theirs, the
+                group is killed.
         """
-        refs = {}
-        for rank, actor, share in self._each(per_rank):
-            refs[rank] = actor.call.remote(method, (*args, *share), kwargs)
-        return self._gather(f"{method}()", refs, deadline)
+        name = f"{method}()"
+
+        def send(actor: Any, share: tuple) -> Any:
+            return actor.call.remote(method, (*args, *share), kwargs)
+
+        return self._gather(name, self._send(name, send, per_rank), deadline)
 
     def call(
         self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any
@@ -319,10 +322,11 @@ class WorkerGroup:
         self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[tuple] | None = None
     ) -> list[Any]:
         """Call top-level ``fn(worker, *args, *per_rank[rank])`` on every rank, like `call_all`."""
-        refs = {}
-        for rank, actor, share in self._each(per_rank):
-            refs[rank] = actor.run.remote(fn, (*args, *share))
-        return self._gather(_name(fn), refs, None)
+
+        def send(actor: Any, share: tuple) -> Any:
+            return actor.run.remote(fn, (*args, *share))
+
+        return self._gather(_name(fn), self._send(_name(fn), send, per_rank), None)
 
     def run_in_background(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`run_all` on a separate thread in every worker, while other calls continue.
@@ -330,11 +334,11 @@ class WorkerGroup:
         May be called from another thread, one at a time. Collectives in ``fn`` need their own
         process group. If the group is lost meanwhile, both callers get the error.
         """
-        refs = {}
-        for rank, actor, _ in self._each(None):
-            run = actor.run.options(concurrency_group="background")
-            refs[rank] = run.remote(fn, args)
-        return self._gather(_name(fn), refs, None)
+
+        def send(actor: Any, _: tuple) -> Any:
+            return actor.run.options(concurrency_group="background").remote(fn, args)
+
+        return self._gather(_name(fn), self._send(_name(fn), send, None), None)
 
     def ping(self, timeout_s: float = 1.0) -> list[int]:
         """Ranks that are dead or do not answer in time. A busy worker does not delay the answer."""
@@ -445,8 +449,15 @@ class WorkerGroup:
         if self._loss is not None:
             raise WorkerLost(self.name, self._loss.ranks, self._loss.cause)
 
-    def _each(self, per_rank: Sequence[tuple] | None) -> list[tuple[int, Any, tuple]]:
-        """Rank, actor and share of each rank, if the group is usable."""
+    def _send(
+        self, what: str, send: Callable[[Any, tuple], Any], per_rank: Sequence[tuple] | None
+    ) -> dict[int, Any]:
+        """Send a call to each rank with its share of ``per_rank``, if the group is usable. Return
+        the references of the answers by rank.
+
+        An error after the first rank, for example of a share that cannot be pickled, leaves ranks
+        in a call that the others never get. So the group is killed.
+        """
         if per_rank is None:
             per_rank = [()] * self.world_size
         if len(per_rank) != self.world_size:
@@ -454,7 +465,16 @@ class WorkerGroup:
                 f"per_rank has {len(per_rank)} entries; {self.name!r} has {self.world_size} ranks"
             )
         self._check_usable()
-        return [(rank, actor, per_rank[rank]) for rank, actor in enumerate(self._actors)]
+        refs: dict[int, Any] = {}
+        try:
+            for rank, actor in enumerate(self._actors):
+                refs[rank] = send(actor, per_rank[rank])
+        except BaseException as error:
+            if refs:
+                left = range(len(refs), self.world_size)
+                self._lose(left, f"{what} could not be sent to all ranks ({headline(error)})")
+            raise
+        return refs
 
     def _gather(
         self,

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +148,18 @@ def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Place
     assert not any(running(pid) for pid in group.pids())
     with pytest.raises(HoldfastError):
         group.call_all("add")
+
+
+def test_a_call_that_only_some_ranks_get_ends_the_group(pair: WorkerGroup) -> None:
+    unsendable = (threading.Lock(),)
+    with pytest.raises(TypeError):
+        pair.call_all("add", per_rank=[unsendable, (1,)])
+    assert pair.call_all("reduce") == [2.0, 2.0], "nobody had got the call"
+    # rank 0 is in the call now, and rank 1 would answer it with the next one
+    with pytest.raises(TypeError):
+        pair.call_all("add", per_rank=[(1,), unsendable])
+    with pytest.raises(WorkerLost, match=r"\[1\]: add\(\) could not be sent to all ranks"):
+        pair.call_all("reduce")
 
 
 def test_a_rank_killed_in_a_collective_is_lost(pair: WorkerGroup) -> None:
