@@ -102,9 +102,12 @@ def rm_command(
     for store, step in found:
         trial_root = store.root.parent
         with ExitStack() as stack:
-            may_force = force
+            # Whoever takes the lock writes its name there. A job that the lock does not keep out
+            # would find another holder, and commit nothing more.
+            is_unused = no_job or use_of(trial_root).known is False
+            may_force = force and is_unused
             # Without the lock it is a copy of a run's folder.
-            if (trial_root / LOCK_NAME).exists():
+            if is_unused and (trial_root / LOCK_NAME).exists():
                 try:
                     stack.enter_context(lock_run(trial_root))
                 except FolderInUseError:

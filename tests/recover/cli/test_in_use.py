@@ -72,6 +72,23 @@ def test_a_job_on_another_node_that_the_lock_does_not_show_keeps_the_generations
     assert [generation.step for generation in store.generations()] == [5, 1]
 
 
+@pytest.mark.parametrize("reach", ["none", "this node"])
+def test_rm_leaves_the_lock_to_a_job_that_it_does_not_show(
+    run: Path, reach: str, request: pytest.FixtureRequest
+) -> None:
+    if reach == "none":
+        request.getfixturevalue("no_locks")
+    note(run)
+    # another holder in the file is what makes the job commit nothing more (`FolderLock.confirm`)
+    lock = run / "recover.lock"
+    holder = b'{"host": "node-7", "pid": 1, "started": "2026-11-20T18:00:00+00:00"}\n'
+    lock.write_bytes(holder)
+    assert holdfast("rm", "-y", f"{run}@3")[0] == 0
+    assert lock.read_bytes() == holder
+    assert holdfast("rm", "-y", "--no-job", f"{run}@1")[0] == 0
+    assert lock.read_bytes() != holder, "as nobody uses the run, a job may not begin meanwhile"
+
+
 def test_a_job_that_began_long_ago_is_found_behind_its_many_steps(run: Path) -> None:
     note(run, event="start", step=7)
     with open(run / "journal.jsonl", "a") as file:
