@@ -3,18 +3,21 @@ be used.
 
 When a `WorkerLost` leaves the job, every process of the attempt is killed first, because a survivor
 could still write. Then the job is called again with the next `Attempt`. Any other exception is
-raised at once: a bug, Ctrl-C, `Preempted`. A job that can continue without one group catches the
-loss and restarts only that group with `Attempt.restart`. The driver is not watched: after its
-death, run the same command again. While a job runs, no other job can use its folder.
+raised at once: a bug, Ctrl-C, `Preempted`. SIGTERM ends the job too while no `RecoverHandler`
+answers it. A job that can continue without one group catches the loss and restarts only that group
+with `Attempt.restart`. The driver is not watched: after its death, run the same command again.
+While a job runs, no other job can use its folder.
 """
 
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..engine.workers.group import WorkerGroup  # first: it says what to install if there is no Ray
@@ -26,7 +29,14 @@ from ray.exceptions import RayError
 from ..engine.workers.nodes import draining_nodes
 from ..engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from ..engine.workers.rank_answers import headline, require_ray
-from ..utils.errors import AttemptEnded, ClusterLost, ConfigError, RetriesExhausted, WorkerLost
+from ..utils.errors import (
+    AttemptEnded,
+    ClusterLost,
+    ConfigError,
+    RetriesExhausted,
+    Terminated,
+    WorkerLost,
+)
 from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
@@ -42,6 +52,7 @@ BACK_OFF_S = 10.0
 recover. The pause doubles each time, up to `LONGEST_BACK_OFF_S`.
 """
 LONGEST_BACK_OFF_S = 300.0
+_TERMINATED = "SIGTERM came while no handler of the run could save anything"
 
 
 @dataclass
@@ -277,11 +288,13 @@ class Supervisor:
             JobRefusedError: another job still used the folder of the run after ``lock_timeout_s``.
             RetriesExhausted: there were more losses than the configuration allows. Raised from the
                 last `WorkerLost`.
+            Terminated: SIGTERM came while no `RecoverHandler` answered it.
             BaseException: any other exception of the job, `Preempted` included, at once and
                 unchanged.
         """
         require_ray()
-        with ExitStack() as stack:
+        sigterm = _Sigterm()
+        with sigterm.handled(), ExitStack() as stack:
             if self._config.mode != "off":
                 lock = FolderLock(self._config.lock_path)
                 lock.acquire_for_job(self._config.lock_timeout_s)
@@ -290,7 +303,7 @@ class Supervisor:
                 stack.callback(self._journal.close)
             places = _Places(self._config)
             stack.callback(places.remove)
-            with self._journal.telling():
+            with self._journal.telling(), sigterm.named():
                 result = self._run(job, places)
             self._journal.note("returned")
             return result
@@ -322,6 +335,45 @@ class Supervisor:
                 groups = _AttemptGroups(number)
         finally:
             groups.end(partial(WorkerGroup.kill, at_end=True))
+
+
+class _Sigterm:
+    """SIGTERM to a driver while no `RecoverHandler` answers it. Ray's own handlers first end the
+    cluster below the job, or exit with 15 or 1 as after an error.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Raise `Terminated` during the block. Another handler than Ray's is left alone."""
+        before = signal.getsignal(signal.SIGTERM)
+        is_main = threading.current_thread() is threading.main_thread()
+        is_rays = str(getattr(before, "__module__", "")).startswith("ray.")
+        if not (is_main and is_rays):
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            with self.named():
+                yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Raise `Terminated` again, of which calls of Ray make a ``SystemExit(1)``."""
+        try:
+            yield
+        except SystemExit:
+            if self._came:
+                raise Terminated(_TERMINATED) from None
+            raise
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> NoReturn:
+        self._came = True
+        raise Terminated(_TERMINATED)
 
 
 class _AttemptGroups:

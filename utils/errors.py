@@ -6,6 +6,7 @@ says what was found, what was expected, and what to do.
 """
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 
 
@@ -278,3 +279,12 @@ class Preempted(SystemExit):
 
     def __str__(self) -> str:
         return f"stopped after a snapshot: {self.reason}"
+
+
+class Terminated(SystemExit):
+    """SIGTERM ended a supervised job that had nothing to save: its workers started, or were lost.
+    The same command goes on from the newest snapshot. As `Preempted` it is no `HoldfastError`.
+    """
+
+    code = 128 + signal.SIGTERM
+    """143, by which a shell reports a process that SIGTERM has ended."""

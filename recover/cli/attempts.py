@@ -184,6 +184,8 @@ def _go_on(attempts: list[AttemptRecord], event: Event) -> None:
             attempt.last_at = event["time"]
         case "stop":
             attempt.stop = event.get("reason", "")
+            # It came after the error, when the supervisor was about to begin the next attempt.
+            attempt.error = None
         case "loss":
             attempt.losses += 1
             if not attempt.loaded:

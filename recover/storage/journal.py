@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...utils.errors import Preempted
+from ...utils.errors import Preempted, Terminated
 from ...utils.files import open_regular
 from ...utils.json_lines import find_back, read_lines
 from ...utils.logging import get_logger
@@ -87,6 +87,10 @@ class Journal:
             yield
         except Preempted:
             raise  # recorded as a stop
+        except Terminated:
+            self.note("stop", reason="SIGTERM")
+            self.note("end", how="exited", error=None)
+            raise
         except BaseException as error:
             self.note("failed", error=_described(error))
             raise

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -26,7 +27,7 @@ from holdfast.utils.errors import (
     RetriesExhausted,
     WorkerLost,
 )
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 from tests.ray_helpers import (
     ROOT,
     MortalServer,
@@ -39,6 +40,7 @@ from tests.ray_helpers import (
     running,
 )
 from tests.recover.cli.commands import answer
+from tests.recover.runs import Tiny, make_handler
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -216,6 +218,40 @@ def test_a_preempted_job_leaves_with_its_exit_code_and_no_worker_stays() -> None
     assert (stop.value.code, stop.value.reason, supervisor.events) == (75, "SIGTERM", [])
     assert not any(running(pid) for pid in pids)
     assert live_placements() == 0
+
+
+@pytest.mark.parametrize("name", ["load", "loss"])
+def test_sigterm_while_workers_start_or_are_lost_is_a_stop_and_no_failure(
+    tmp_path: Path, name: str
+) -> None:
+    config = RecoverConfig("e", "t", fileroot=str(tmp_path))
+    rays = signal.getsignal(signal.SIGTERM)
+    started = tmp_path / "pid"
+    tiny = Tiny()
+
+    def send() -> None:
+        wait_until(started.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def starts(attempt: Attempt) -> None:
+        threading.Thread(target=send).start()
+        attempt.worker_group(SlowToBuild, args=(str(started),), name="a", process_group=False)
+
+    def loses(attempt: Attempt) -> None:
+        group = attempt.worker_group(Worker, name="trainer", process_group=False)
+        with make_handler(tmp_path) as handler:
+            handler.load((tiny.model, tiny.optimizer, tiny.scheduler))
+            os.kill(os.getpid(), signal.SIGTERM)
+            lose(group)
+
+    supervisor = Supervisor(config)
+    with pytest.raises(SystemExit) as end:
+        supervisor.run({"load": starts, "loss": loses}[name])
+    assert end.value.code == 143
+    assert live_placements() == 0
+    assert signal.getsignal(signal.SIGTERM) == rays
+    found = answer("status", config.trial_root, code=75)
+    assert found["why"].endswith("stopped as asked: SIGTERM")
 
 
 _SECOND_JOB = """

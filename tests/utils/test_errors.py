@@ -11,13 +11,14 @@ from holdfast.utils.errors import (
     JobRefusedError,
     PeerError,
     Preempted,
+    Terminated,
     WorkerLost,
 )
 
 RAISED = [
     cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)
 ]
-ALL_ERRORS = [cls for cls in RAISED if cls not in (AttemptEnded, Preempted)]
+ALL_ERRORS = [cls for cls in RAISED if cls not in (AttemptEnded, Preempted, Terminated)]
 LEAVES = [cls for cls in ALL_ERRORS if not cls.__subclasses__()]
 
 
