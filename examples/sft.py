@@ -18,7 +18,6 @@ options mean the same as in verl. ``recover`` has the options that verl lacks, f
 """
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -37,7 +36,6 @@ from holdfast.utils.distributed import get_rank, rank_zero_decides
 from holdfast.utils.errors import ConfigError, HoldfastError, JobRefusedError
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.metrics import StatsLogger
-from holdfast.utils.processes import die_with_parent
 from holdfast.utils.remote import require_local
 from holdfast.utils.rng import seed_rng
 from holdfast.utils.timing import PhaseTimes
@@ -250,9 +248,6 @@ def train(
 
 
 if __name__ == "__main__":
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # otherwise the ranks of a killed torchrun would go on next to those of its successor
-        die_with_parent()
     parser = argparse.ArgumentParser(description="Supervised fine-tuning on the copy task.")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_copy.yaml"))
     parser.add_argument(

@@ -17,6 +17,7 @@ from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..utils.distributed import RankGroup
 from ..utils.errors import ConfigError, Preempted
 from ..utils.logging import get_logger
+from ..utils.processes import die_with_torchrun
 from ..utils.rng import capture_rng, restore_rng
 from .config import RecoverConfig
 from .data.capture import note_order
@@ -252,6 +253,7 @@ class RecoverHandler:
 
     def _load(self, ranks: Ranks, dataloader: Stateful | None) -> RecoverInfo | None:
         started = time.monotonic()
+        die_with_torchrun()  # an engine of ours has done it, those of other trainers have not
         position = Position(ranks, has_data=dataloader is not None)
 
         # Refuse what could not be saved or resumed, before anything is restored.

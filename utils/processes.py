@@ -157,6 +157,14 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def die_with_torchrun() -> None:
+    """`die_with_parent`, in a rank of torchrun. A torchrun that was killed has not ended its ranks,
+    and they would go on beside those of its successor.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
 class _Event(ctypes.Structure):
     """``struct sigevent`` of sigevent(3type). The rest of its 64 bytes is for threads."""
 

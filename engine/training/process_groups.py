@@ -26,6 +26,7 @@ from ...utils.distributed import gather_objects
 from ...utils.errors import ConfigError
 from ...utils.launch import launch_environment
 from ...utils.logging import get_logger
+from ...utils.processes import die_with_torchrun
 from ..parallel_strategy import ParallelStrategy
 from .meshes import Meshes, open_meshes
 
@@ -55,7 +56,7 @@ def open_process_groups(
     strategy: ParallelStrategy, device_type: str, timeout_s: float
 ) -> ProcessGroups:
     """Join the default group, or create it from the environment of torchrun or srun (a world of one
-    without it: see `launch_environment`).
+    without it: see `launch_environment`). A rank of torchrun ends with it from now on.
 
     ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups
     created here.
@@ -66,6 +67,7 @@ def open_process_groups(
             `agree_on_device`), the port of rank 0 is in use, or srun does not tell the rank.
         PeerError: other ranks have no usable device.
     """
+    die_with_torchrun()
     timeout = timedelta(seconds=timeout_s)
     owns_default = not dist.is_initialized()
     if owns_default:

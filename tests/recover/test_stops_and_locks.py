@@ -3,6 +3,7 @@ is refused.
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,11 +19,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from holdfast.engine import FSDPEngine, TrainEngineConfig
 from holdfast.recover.triggers import StopNotice
 from holdfast.utils.errors import CheckpointNotFoundError, FolderInUseError, Preempted
 from holdfast.utils.folder_lock import probe_lock
+from holdfast.utils.processes import ProcessId
 from tests.helpers import run_ranks
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, run_until, step_info
 from tests.tiers import slow_but
 
@@ -382,6 +385,33 @@ def test_a_job_that_torchrun_would_kill_in_its_last_snapshot_is_warned_once(
     for message in told:
         assert message.startswith("torchrun kills its ranks 0 s after it got a signal")
         assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in message and "must_save_by" in message
+
+
+@pytest.mark.parametrize("part", ["engine", "handler"])
+def test_a_rank_ends_with_a_torchrun_that_was_killed(part: str, tmp_path: Path) -> None:
+    def rank() -> None:
+        if part == "engine":
+            FSDPEngine(TrainEngineConfig(path="unused")).create_process_group()
+        else:
+            make_handler(tmp_path / "run").load(Tiny().state)
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def torchrun() -> None:
+        os.environ["TORCHELASTIC_RUN_ID"] = "one"
+        forking.Process(target=rank).start()
+        time.sleep(600)
+
+    forking = multiprocessing.get_context("fork")
+    parent = forking.Process(target=torchrun)
+    parent.start()
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    child = ProcessId.of(int((tmp_path / "pid").read_text()))
+    try:
+        parent.kill()
+        wait_until(lambda: not child.alive(), 5)
+    finally:
+        child.kill()
 
 
 def test_a_deadline_that_passes_during_recovery_stops_at_the_next_step(tmp_path: Path) -> None:
