@@ -25,7 +25,14 @@ from ...utils.threads import on_daemon_thread
 from ..servers.api import ServerReport, ServerState
 from ..servers.client import ServerClient
 from .program import end_left_group
-from .records import BEAT_S, Record, read_records, suspect_file, write_private
+from .records import (
+    BEAT_S,
+    Record,
+    known_format,
+    read_records,
+    suspect_file,
+    write_private,
+)
 from .spec import ServerSpec
 from .watched import ProcessState, WatchedProcess, WatchedServer
 
@@ -335,15 +342,21 @@ def _boot_id() -> str:
 
 
 def _end_leftovers(folder: Path, host: str) -> None:
-    """End what an earlier keeper of this host has left running. ConfigError if it still runs."""
+    """End what an earlier keeper of this host has left running. ConfigError if it still runs, or
+    its record has another format.
+    """
     record = read_records(folder).get(host)
-    if record is None or record["closed"] or record["boot_id"] != _boot_id():
+    if record is None:
         return
-    keeper = ProcessId(*record["keeper"])
+    with known_format(folder, host):
+        if record["closed"] or record["boot_id"] != _boot_id():
+            return
+        keeper = ProcessId(*record["keeper"])
+        groups = [ProcessId(group, started) for group, started in record["groups"]]
     if keeper.alive():
         raise ConfigError(
             f"process {keeper.pid} of this host keeps servers in {folder}; end it first, or take "
             "another folder"
         )
-    for group, started in record["groups"]:
-        end_left_group(ProcessId(group, started))
+    for group in groups:
+        end_left_group(group)

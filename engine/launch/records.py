@@ -7,10 +7,12 @@ a while is that of a keeper that is gone.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -56,6 +58,18 @@ def read_records(folder: Path) -> dict[str, Record]:
             continue
         records[path.stem] = record
     return records
+
+
+@contextmanager
+def known_format(folder: Path, host: str) -> Iterator[None]:
+    """Raise ConfigError if the block does not find in a record what this version writes."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the record of host {host} in {folder} has another format "
+            f"({type(error).__name__}: {error}). Does another version of Holdfast keep it?"
+        ) from error
 
 
 def suspect_file(folder: Path, host: str, server: str) -> Path:

@@ -15,7 +15,7 @@ from ..servers.api import ServerReport, ServerState
 from ..servers.client import ServerClient
 from ..servers.sglang import SGLangServer
 from ..servers.vllm import VLLMServer
-from .records import BEAT_S, Record, read_records, suspect_file
+from .records import BEAT_S, Record, known_format, read_records, suspect_file
 
 _UNANSWERED = 3
 
@@ -61,7 +61,7 @@ class ServerFolder:
         # A file that cannot be read for a while counts as one without a new beat.
         self._records |= read_records(self._folder)
         for host, record in self._records.items():
-            try:
+            with known_format(self._folder, host):
                 alive = self._beats_on(host, record["beat"]) and not record["closed"]
                 for server in record["servers"]:
                     restarts += server["restarts"]
@@ -72,11 +72,6 @@ class ServerFolder:
                         self._report_timeouts(host, server["name"], client)
                     else:
                         absent.append(_absent_report(host, server, alive))
-            except (KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"the record of host {host} in {self._folder} has another format "
-                    f"({type(error).__name__}: {error}). Does another version of Holdfast keep it?"
-                ) from error
 
         # The same server keeps its client, which knows what it has loaded.
         self._clients = found

@@ -75,7 +75,7 @@ class AttemptRecord:
 
 def read_attempts(trial_root: Path) -> list[AttemptRecord]:
     """The attempts of a run, oldest first. Raises `CheckpointNotFoundError` if the run has no
-    journal.
+    journal, and OSError if it cannot be read.
     """
     path = trial_root / JOURNAL_NAME
     if not path.exists():
@@ -83,18 +83,18 @@ def read_attempts(trial_root: Path) -> list[AttemptRecord]:
             f"there is no {path}: nothing is known of the attempts of this run, which an older "
             "version has written"
         )
-    events = read_journal(trial_root, (*BOUNDS, "step"), ends_of="step")
+    events = read_journal(trial_root, (*BOUNDS, "step"), ends_of="step", must_read=True)
     return list_attempts(events)
 
 
 def last_attempt(trial_root: Path) -> AttemptRecord | None:
     """The last attempt in a journal, without its steps. Its number counts from the last attempt
-    that has loaded.
+    that has loaded. Raises OSError if the journal cannot be read.
     """
     # Entries before the last start do not matter, and may be many.
     start = last_start(trial_root)
     begin = 0 if start is None else start[0]
-    attempts = list_attempts(read_journal(trial_root, BOUNDS, since=begin))
+    attempts = list_attempts(read_journal(trial_root, BOUNDS, since=begin, must_read=True))
     return attempts[-1] if attempts else None
 
 

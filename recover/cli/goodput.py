@@ -1,10 +1,12 @@
 """``holdfast goodput``: show what the wall time of a run was spent on."""
 
+import os
 from pathlib import Path
 
 import click
 
 from ...utils.errors import CheckpointNotFoundError
+from ...utils.files import open_regular
 from ...utils.json_lines import read_lines
 from ..storage.journal import JOURNAL_NAME
 from ..storage.wall_time import (
@@ -40,6 +42,7 @@ def goodput_command(run: str, stats: Path | None, as_json: bool) -> None:
     path = place.trial_root / JOURNAL_NAME
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no {path}: the time of this run is not known")
+    os.close(open_regular(path))  # one that cannot be read would count as an empty one
     spent = RunningTime(place.trial_root).read()
     phases = phases_of(place.trial_root, stats)
     if as_json:

@@ -67,11 +67,13 @@ def use_of(trial_root: Path, last: AttemptRecord | None = None) -> Use:
         where = f"the lock in {trial_root} cannot be asked"
 
     # The journal says whether the last job has ended.
-    last = last or last_attempt(trial_root)
+    try:
+        last = last or last_attempt(trial_root)
+    except OSError as error:
+        return Use(False, f"{where}, and the journal cannot be read: {error}")
     if last is None:
-        if no_locks and not journal.exists():
-            return Use(False, f"{where}, and there is no journal")
-        return Use(False)
+        doubt = f"{where}, and no journal tells of an attempt" if no_locks else None
+        return Use(False, doubt)
     if last.ended is not None:
         return Use(False)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ...engine.launch.records import SERVERS, log_tail, read_records
+from ...engine.launch.records import SERVERS, Record, known_format, log_tail, read_records
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
 from ..storage.generations import GenerationStore
@@ -101,6 +101,7 @@ def look(place: Run, stats: Path | None, spent: RunningTime) -> Facts:
     Raises:
         CheckpointNotFoundError: there is no journal.
         ConfigError: the run is at a URL.
+        OSError: the journal cannot be read.
     """
     root = place.trial_root
     store = place.require_store()
@@ -112,7 +113,7 @@ def look(place: Run, stats: Path | None, spent: RunningTime) -> Facts:
     # Only what has happened since the last start, as far as the end of the journal tells.
     steps: list[Event] = []
     saves: list[Event] = []
-    for event in read_journal(root, EVENTS, last_bytes=_TAIL_BYTES):
+    for event in read_journal(root, EVENTS, last_bytes=_TAIL_BYTES, must_read=True):
         match event["event"]:
             case "start":
                 steps.clear()
@@ -143,34 +144,38 @@ def look(place: Run, stats: Path | None, spent: RunningTime) -> Facts:
 
 def server_facts(root: Path) -> list[Facts]:
     """The servers of a run that `ServerProcesses` or `holdfast serve` keeps, without their keys.
-    ``log_end`` is the end of the log of a failed one.
+    ``log_end`` is the end of the log of a failed one. Raises `ConfigError` if another version
+    keeps them.
     """
+    folder = root / SERVERS
     found: list[Facts] = []
-    for host, record in read_records(root / SERVERS).items():
-        for server in record["servers"]:
-            # The keeper of a host writes its record every few seconds.
-            state = server["state"]
-            silent = time.time() - record["beat"] > _SILENCE_S
-            if state != FAILED and (record["closed"] or silent):
-                state = "ended with its keeper"
-            log_end = None
-            if state == FAILED and server["log"] is not None:
-                keys = [server[name] for name in ("api_key", "admin_key") if server[name]]
-                log_end = log_tail(Path(server["log"]), keys)
-            found.append(
-                {
-                    "name": server["name"],
-                    "host": host,
-                    "state": state,
-                    "version": server["version"],
-                    "restarts": server["restarts"],
-                    "since_s": round(time.time() - server["since"], 1),
-                    "error": server["error"],
-                    "log": server["log"],
-                    "log_end": log_end,
-                }
-            )
+    for host, record in read_records(folder).items():
+        with known_format(folder, host):
+            found += [_describe_server(host, record, server) for server in record["servers"]]
     return found
+
+
+def _describe_server(host: str, record: Record, server: Record) -> Facts:
+    # The keeper of a host writes its record every few seconds.
+    state = server["state"]
+    silent = time.time() - record["beat"] > _SILENCE_S
+    if state != FAILED and (record["closed"] or silent):
+        state = "ended with its keeper"
+    log_end = None
+    if state == FAILED and server["log"] is not None:
+        keys = [server[name] for name in ("api_key", "admin_key") if server[name]]
+        log_end = log_tail(Path(server["log"]), keys)
+    return {
+        "name": server["name"],
+        "host": host,
+        "state": state,
+        "version": server["version"],
+        "restarts": server["restarts"],
+        "since_s": round(time.time() - server["since"], 1),
+        "error": server["error"],
+        "log": server["log"],
+        "log_end": log_end,
+    }
 
 
 def _ending(last: AttemptRecord | None) -> str | None:

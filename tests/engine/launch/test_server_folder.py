@@ -1,13 +1,14 @@
 """Servers of other processes are found by the records of their keepers."""
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.engine.launch import ServerFolder
+from holdfast.engine.launch import ServerFolder, ServerProcesses, ServerSpec
 from holdfast.engine.launch import server_folder as server_folder_module
 from holdfast.engine.launch.records import read_records, write_private
 from holdfast.engine.servers import SGLangServer, VLLMServer
@@ -134,6 +135,14 @@ def test_a_record_of_another_format_is_an_error(tmp_path: Path, record: Any) -> 
     write(tmp_path, "one", record)
     with pytest.raises(ConfigError, match=r"host one in .* has another format"):
         ServerFolder(tmp_path).servers()
+
+
+def test_no_server_is_started_beside_a_record_of_another_format(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    (tmp_path / f"{host}.json").write_text('{"servers": [], "beat": 1.0}')
+    spec = ServerSpec("vllm", "/models/base", device="cpu", max_model_len=8)
+    with pytest.raises(ConfigError, match=f"host {host} in .* has another format"):
+        ServerProcesses(spec, 1, tmp_path).start()
 
 
 def test_servers_of_a_folder_take_no_turns_with_the_trainer(tmp_path: Path) -> None:

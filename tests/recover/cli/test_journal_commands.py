@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.recover.cli.attempts import list_attempts
+from holdfast.recover.cli.in_use import use_of
 from holdfast.recover.storage.journal import Journal
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError, Preempted
 from holdfast.utils.metrics import StatsLogger
@@ -250,8 +252,19 @@ def test_a_journal_that_is_a_pipe_blocks_neither_the_run_nor_a_command(tmp_path:
         handler.load(tiny.state)
         tiny.step()
         assert handler.dump(tiny.state, step_info(0))
-    for command in ("ls", "why", "top"):
-        assert holdfast(command, tmp_path / "e" / "t")[0] == 0
+    assert holdfast("ls", tmp_path / "e" / "t")[0] == 0
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_journal_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    (tmp_path / "recover").mkdir()
+    make(tmp_path / "journal.jsonl")
+    for command in ("why", "goodput", "top", "status"):
+        code, _, err = holdfast(command, tmp_path)
+        assert code == 2 and "journal.jsonl" in err
+    assert use_of(tmp_path).known is None
 
 
 def test_a_journal_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:

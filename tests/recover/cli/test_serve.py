@@ -39,6 +39,16 @@ def serve(tmp_path: Path, *options: str, **variables: str) -> Any:
     return start(*command, *options, env=environment)
 
 
+def test_a_record_of_another_format_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "recover").mkdir()
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "servers").mkdir()
+    (tmp_path / "servers" / "node-7.json").write_text('{"servers": [{}], "beat": 1.0}')
+    for command in ("top", "why"):
+        code, _, err = holdfast(command, tmp_path)
+        assert code == 2 and "host node-7" in err and "another format" in err
+
+
 @pytest.mark.slow
 def test_a_fleet_finds_the_servers_and_follows_them_until_the_command_is_ended(
     tmp_path: Path,
