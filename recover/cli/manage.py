@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -266,7 +267,7 @@ def resume_from_command(generation: str, as_json: bool) -> None:
         end_it = _END_IT[found["in_use"]]
         click.echo(f"{end_it}start the same command with\n")
 
-    click.echo(f"  {found['setting']}\n")
+    click.echo(f"  {quote(found['setting'])}\n")
     click.echo(click.wrap_text(_THEN, NARROWEST))
 
 
@@ -287,7 +288,7 @@ def _how_to_resume(folder: Folder) -> dict[str, Any]:
     # At a URL: the run is not here, and the generation is to be fetched first.
     if folder.path is None:
         mirror = folder.where.rpartition("/")[0]
-        found["first"] = f"holdfast mirror pull {mirror} RUN --step {step}"
+        found["first"] = f"holdfast mirror pull {quote(mirror)} RUN --step {step}"
         return found
 
     # On this machine: what the run has beside it decides what a start does.

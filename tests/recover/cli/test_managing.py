@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -451,6 +452,14 @@ def test_resume_from_the_newest_of_a_run_with_a_mirror_says_what_to_set_too(run:
         and f"recover.resume_path={run}/recover/global_step_5" in out
         and "nothing to set" not in out
     )
+
+
+def test_the_setting_of_resume_from_is_one_word_of_a_shell(run: Path, tmp_path: Path) -> None:
+    spaced = shutil.copytree(run, tmp_path / "my runs" / "e" / "t")
+    _, out, _ = holdfast("resume-from", f"{spaced}@5")
+    setting = f"recover.resume_path={spaced}/recover/global_step_5"
+    assert [setting] in map(shlex.split, out.splitlines())
+    assert answer("resume-from", f"{spaced}@5")["setting"] == setting
 
 
 def test_resume_from_the_newest_of_a_run_without_a_mirror_has_nothing_to_set(
