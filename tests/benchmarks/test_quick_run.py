@@ -82,6 +82,8 @@ WAYS = {
     "growth.agreement.512_ranks": [],
 }
 """Expected figures, and their ways."""
+DIFFERENCES = ("save_stall.step",)
+"""Figures that chance may make negative."""
 
 PHASES = (
     "detect",
@@ -142,7 +144,8 @@ def test_every_ratio_is_a_number_and_every_way_has_as_many(figures: dict[str, Fi
             for values in (*figure.samples.values(), *figure.seconds.values())
             for value in values
         ]
-        assert all(math.isfinite(value) and value >= 0 for value in values), figure
+        assert all(math.isfinite(value) for value in values), figure
+        assert figure.name in DIFFERENCES or min(values) >= 0, figure
         assert set(figure.needed) <= figure.samples.keys(), figure.name
 
 
