@@ -38,7 +38,7 @@ def live(command: list[str], log: Path, kill_after: int | None = None) -> list[i
     """
     imaginary = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 4, "GPU": 1}'}
     variables = environment() | {"RAY_USAGE_STATS_ENABLED": "0"} | imaginary
-    end = time.monotonic() + stretched(150)
+    end = time.monotonic() + stretched(300)
     with log.open("w") as output:
         job = subprocess.Popen(
             command, env=variables, stdout=output, stderr=subprocess.STDOUT, text=True
