@@ -22,7 +22,7 @@ from ..engine.dcp.state import DCPState, replicated
 from ..engine.hf.load import names_as_in
 from ..engine.lora.adapters import adapted_layers, base_view, transformers_model
 from ..engine.memory.per_model import PerModel
-from ..engine.memory.tensors import by_clean_name, clean_name
+from ..engine.memory.tensors import by_clean_name, clean_name, reshard
 from ..engine.model_folder import find_source_folder
 from ..engine.training.counters import EngineCounters
 from ..utils.compat.torch_private import without_compile
@@ -220,6 +220,7 @@ def names_from_folder(model: nn.Module, group: RankGroup) -> Collection[str]:
     known = _from_base.of(model)
     if known is not None:
         return known
+    reshard(model)
     frozen = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if not param.requires_grad:

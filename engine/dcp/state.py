@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,6 +43,7 @@ from ..memory.tensors import (
     is_expanded,
     local_tensor,
     normal_tensors,
+    reshard,
 )
 from ..training.optimizer import UnsteppedOptimizer, materialize_state
 from . import optimizer_state as optim
@@ -612,10 +612,7 @@ class DCPState(TorchStateful):
         return params
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                # a forward without a backward may leave gathered ones, which are other tensors
-                module.reshard()
+        reshard(self.model)
         return self.model.named_parameters(remove_duplicate=False)
 
     def _model_tensors(self) -> dict[str, Tensor]:

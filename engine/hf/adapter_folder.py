@@ -34,7 +34,7 @@ from ...utils.remote import FETCH_FIRST, require_local
 from ..api import HFExportOptions
 from ..lora.adapters import adapted_layers, plain_adapters
 from ..memory.offloaded import require_onloaded
-from ..memory.tensors import clean_name
+from ..memory.tensors import clean_name, reshard
 from ..memory.weight_changes import changing_weights
 from ..training.weights import keep_own_shard
 from .shard_ranges import whole_tensor
@@ -152,6 +152,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     cannot be stored.
     """
     require_onloaded(model)
+    reshard(model)
     config = _peft_config(model)
     if config.is_prompt_learning:
         raise CheckpointMismatchError(
@@ -242,6 +243,7 @@ def load_adapters(
     folder = require_local(path, "loading", FETCH_FIRST)
     with all_ranks_succeed(f"reading {folder}", group):
         require_onloaded(model)
+        reshard(model)
         adapters = _named_adapters(model)
         values = _read(folder, model, adapters)
     with changing_weights(model), torch.no_grad():

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...utils.compat.torch_private import StridedShard, root_mesh
@@ -49,6 +50,17 @@ def flatten(
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up gathered parameters, so that the parameters of ``model`` are the shards.
+
+    FSDP2 leaves the gathered ones in the model after a forward without a backward. They are other
+    tensors, in the dtype of the computation, and what is written to them is lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class Box(NamedTuple):

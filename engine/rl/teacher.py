@@ -31,7 +31,7 @@ from ...utils.logging import get_logger
 from ..api import Batch, StateDict, TrainEngine
 from ..dcp.base_model import base_fingerprint, sample_base
 from ..memory.offloaded import MODEL, with_host_copies
-from ..memory.tensors import by_clean_name
+from ..memory.tensors import by_clean_name, reshard
 from ..servers.api import ScoringServer
 from ..training.batch import IMAGES
 from ..training.logprobs import token_logprobs
@@ -90,6 +90,7 @@ class EngineTeacher:
         """See `Teacher`."""
         # Each rank has the fingerprint of its part. Offloaded parameters are in host memory.
         model = self.engine.model
+        reshard(model)
         named = by_clean_name(model.named_parameters())
         parameters = with_host_copies(model, named, MODEL)
         share = sample_base(parameters)

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...utils.compat.torch_private import fsdp_mesh_of
 from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import collective_broke, get_rank
-from ..memory.tensors import local_tensor
+from ..memory.tensors import local_tensor, reshard
 from .meshes import is_cut
 from .rotary import fix_frequencies
 from .tensor_parallel import cut_over_ranks, tensor_mesh_of
@@ -86,9 +86,7 @@ class Twins:
                 raise
             finally:
                 # The next forward gathers what that of a new twin on another rank gathers.
-                for module in self._last.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
+                reshard(self._last)
 
     def close(self) -> None:
         """Free the memory at once. FSDP's states and their modules refer to each other."""

@@ -12,8 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import SaveLoadMeta, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine.config import FSDPConfig
 from holdfast.engine.lora.adapters import plain_view
-from holdfast.engine.rl import PPOActor, PPOActorConfig
+from holdfast.engine.rl import EngineTeacher, PPOActor, PPOActorConfig
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.lora.engines import (
     ALPHA,
@@ -215,6 +216,38 @@ def test_adapters_load_back_and_another_base_is_refused(seen: list[dict[str, Any
         assert report["hf_refused"].startswith(
             "ConfigError: weight_format 'hf' would put another base"
         )
+
+
+def _after_an_evaluation(rank: int, world_size: int, root: str) -> None:
+    folder = Path(root)
+    kept = FSDPConfig(reshard_after_forward=False)
+    engine = lora_engine(folder / "base", dtype="bfloat16", fsdp=kept)
+    train(engine, 1)
+    state = trained_state(engine)
+    for name in ("trained", "evaluated"):
+        engine.save(SaveLoadMeta(str(folder / name), "peft", False))
+        engine.forward_batch(batch())
+    if rank == 0:
+        files = [folder / name / "adapter_model.safetensors" for name in ("trained", "evaluated")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    train(engine, 1)
+    engine.forward_batch(batch())
+    engine.load(SaveLoadMeta(str(folder / "trained"), "peft", False))
+    loaded = trained_state(engine)
+    changed = [name for name in state if not torch.equal(state[name], loaded[name])]
+    assert not [name for name in changed if name.startswith("model.")]
+    teacher = EngineTeacher(engine)
+    identity = teacher.identity()
+    engine.forward_batch(batch())
+    assert teacher.identity() == identity
+    engine.destroy()
+
+
+def test_adapters_are_saved_and_loaded_after_a_forward_that_leaves_gathered_ones(
+    tmp_path: Path,
+) -> None:
+    write_base(tmp_path / "base")
+    run_ranks(_after_an_evaluation, 2, str(tmp_path))
 
 
 def _refused(rank: int, world_size: int, root: str) -> dict[str, str]:
