@@ -9,6 +9,7 @@ small: every rank gathers or reads all of them. All methods of PEFT that adapt l
 """
 
 import copy
+import math
 import os
 from collections.abc import Mapping
 from itertools import chain
@@ -43,6 +44,8 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 ROOT = "base_model.model."
 """PEFT's name for the model inside a PeftModel."""
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Begins of PEFT's ``init_lora_weights`` that also change the weights of the base."""
 
 
 def save_adapters(
@@ -236,7 +239,7 @@ def load_adapters(
         CheckpointNotFoundError: there is no such folder, or it has no adapters.
         CheckpointCorruptError: the file is damaged.
         CheckpointMismatchError: names, shapes or the scaling of the adapters differ from the
-            model's.
+            model's, or they belong to a base that their ``init_lora_weights`` has changed.
         PeerError: another rank failed. The model is unchanged after this and after all other
             errors.
     """
@@ -256,9 +259,6 @@ def _read(
     model: PreTrainedModel,
     adapters: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    # installed, because the model has its layers
-    from peft import LoraConfig, PeftConfig
-
     try:
         values = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
@@ -282,19 +282,45 @@ def _read(
                 f"{list(tensor.shape)}; is lora_rank the same?"
             )
 
-    # The config has the scaling. A pattern may give layers their own, which is not checked.
+    _check_config(folder, model)
+    return values
+
+
+def _check_config(folder: Path, model: PreTrainedModel) -> None:
+    """Compare what the config of a folder says about its adapters with those of the model."""
+    # installed, because the model has its layers
+    from peft import LoraConfig, PeftConfig
+    from peft.utils.other import get_pattern_key
+
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointCorruptError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{folder} holds {config.peft_type} adapters; expected LoRA")
-    own = next(iter(adapted_layers(model).values())).scaling.values()
-    divisor = config.r**0.5 if config.use_rslora else config.r
-    scaling = config.lora_alpha / divisor
-    if scaling not in own and not (config.rank_pattern or config.alpha_pattern):
+    own = _peft_config(model).init_lora_weights
+    there = config.init_lora_weights
+    if there != own and (_changes_base(there) or _changes_base(own)):
         raise CheckpointMismatchError(
-            f"{folder}: adapters count {scaling:g} (alpha {config.lora_alpha}, rank {config.r}), "
-            f"here {next(iter(own)):g}"
+            f"{folder}: adapters began with init_lora_weights {there!r}, here {own!r}; one of "
+            "these also changes the base under them. Convert them by PEFT's save_pretrained with "
+            "path_initial_model_for_weight_conversion"
         )
-    return values
+
+    # Patterns may give a layer a rank and an alpha of its own.
+    for weight, (adapter,) in plain_adapters(model).items():
+        layer = weight.removesuffix(".weight")
+        rank_key = get_pattern_key(list(config.rank_pattern), layer)
+        alpha_key = get_pattern_key(list(config.alpha_pattern), layer)
+        rank = config.rank_pattern.get(rank_key, config.r)
+        alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
+        divisor = math.sqrt(rank) if config.use_rslora else rank
+        if alpha / divisor != adapter.scaling:
+            raise CheckpointMismatchError(
+                f"{folder}: adapters count {alpha / divisor:g} (alpha {alpha}, rank {rank}), here "
+                f"{adapter.scaling:g}: {layer}"
+            )
+
+
+def _changes_base(init_lora_weights: bool | str) -> bool:
+    return str(init_lora_weights).lower().startswith(_CHANGE_BASE)

@@ -152,6 +152,28 @@ def test_several_active_adapters_are_refused_by_save_publish_and_load(tmp_path: 
             use(model)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha_pattern": {"v_proj": 64}}, r"count 16 \(alpha 64, rank 4\), here 2: .*v_proj"),
+        ({"alpha_pattern": {"0.self_attn.q_proj": 4}}, r"here 2: model.layers.0.self_attn.q_proj"),
+        ({"init_lora_weights": "pissa"}, r"began with init_lora_weights 'pissa', here True"),
+        ({"init_lora_weights": "olora"}, r"began with init_lora_weights 'olora', here True"),
+    ],
+)
+def test_a_folder_whose_adapters_mean_something_else_here_is_refused(
+    options: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    there = adapted("llama", **options)
+    there.save_pretrained(str(tmp_path / "theirs"))
+    here = adapted("llama")
+    before = copy.deepcopy(here.state_dict())
+    with pytest.raises(CheckpointMismatchError, match=message):
+        load_adapters(here, tmp_path / "theirs")  # type: ignore[arg-type]
+    assert all(torch.equal(before[key], value) for key, value in here.state_dict().items())
+    load_adapters(adapted("llama", **options), tmp_path / "theirs")  # type: ignore[arg-type]
+
+
 def test_a_model_with_adapters_in_a_part_without_their_config_is_saved_without_it() -> None:
     model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(4, 4))})
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), model["policy"])
