@@ -103,8 +103,9 @@ def check_entries(
     """Check that the state can be stored so that every rank gets back its own values.
 
     Raises:
-        ConfigError: there is state for a tensor that is no parameter of the model, a tensor of an
-            unknown class, or one that ranks could hold differently.
+        ConfigError: there is state for a tensor that is no parameter of the model, or in another
+            optimizer inside, a tensor of an unknown class, or one that ranks could hold
+            differently.
     """
     # Only parameters of the model have names.
     own = {id(param) for param in params.values()}
@@ -120,7 +121,18 @@ def check_entries(
             "its own"
         )
 
+    # State in an optimizer inside of a wrapper would be lost, too.
     optimizer_name = type(optimizer).__name__
+    for inner in _optimizers_inside(optimizer):
+        for param, entries in inner.state.items():
+            own_entries = optimizer.state.get(param, {})
+            if any(own_entries.get(key) is not value for key, value in entries.items()):
+                raise ConfigError(
+                    f"{optimizer_name} keeps state in a {type(inner).__name__} inside, where a "
+                    "checkpoint would miss it; expected all of it in optimizer.state. Use an "
+                    "optimizer without others inside: FSDP2 shards its state"
+                )
+
     for name, param, state in _states(optimizer, params):
         odd = [key for key in state if not isinstance(key, str)]
         if odd:
@@ -150,6 +162,16 @@ def check_entries(
                     f"number, or a tensor {list(param.to_local().shape)} as this rank's shard of "
                     f"the parameter {list(param.shape)}"
                 )
+
+
+def _optimizers_inside(optimizer: Optimizer) -> Iterator[Optimizer]:
+    for value in vars(optimizer).values():
+        held = [value]
+        if isinstance(value, list | tuple):
+            held = list(value)
+        elif isinstance(value, Mapping):
+            held = list(value.values())
+        yield from (inner for inner in held if isinstance(inner, Optimizer))
 
 
 def on_meta(param: nn.Parameter) -> nn.Parameter:

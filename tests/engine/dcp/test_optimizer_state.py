@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
@@ -210,4 +212,60 @@ def test_moments_in_a_class_of_tensors_of_their_own_are_refused_by_name(tmp_path
         match=r"AdamW keeps 'exp_avg' of weight as a .*\.Rounded, whose values a checkpoint",
     ):
         save_dcp(tmp_path / "saved", DCPState(model, optimizer))
+    assert not (tmp_path / "saved").exists()
+
+
+class Several(torch.optim.Optimizer):
+    """Steps the optimizers inside, as wrappers of Muon and AdamW do."""
+
+    def __init__(self, inside: Any, groups: list[Any], shares_state: bool) -> None:
+        super().__init__([{"params": list(group["params"])} for group in groups], {"lr": 0.1})
+        self.inside = inside
+        self.param_groups = groups
+        self.shares_state = shares_state
+
+    def step(self, closure: Any = None) -> None:
+        inside = self.inside.values() if isinstance(self.inside, dict) else self.inside
+        for optimizer in inside:
+            optimizer.step()
+            if self.shares_state:
+                self.state.update(optimizer.state)
+
+
+def several(kind: type, shares_state: bool) -> DCPState:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    one = torch.optim.AdamW(model[0].parameters())
+    other = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    inside: Any = [one, other] if kind is list else {"adamw": one, "sgd": other}
+    optimizer = Several(inside, one.param_groups + other.param_groups, shares_state)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return DCPState(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_state_in_optimizers_inside_of_another_is_refused_unless_that_has_it_too(
+    kind: type, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="Several keeps state in a AdamW inside"):
+        save_dcp(tmp_path / "saved", several(kind, False))
+    assert not (tmp_path / "saved").exists()
+    save_dcp(tmp_path / "saved", several(kind, True))
+
+
+def _save_zero(rank: int, world_size: int, folder: Path) -> str:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    try:
+        save_dcp(folder / "saved", DCPState(model, optimizer))
+    except ConfigError as error:
+        return str(error)
+    return "saved"
+
+
+def test_moments_that_torch_spreads_over_replicas_are_refused_and_not_lost(tmp_path: Path) -> None:
+    for message in run_ranks(_save_zero, 2, tmp_path):
+        assert "ZeroRedundancyOptimizer keeps state in a AdamW inside" in message
     assert not (tmp_path / "saved").exists()
