@@ -21,7 +21,9 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
+from holdfast.engine.dcp.configured import Configured
 from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.optimizer_state import hyperparameters as restored_hyperparameters
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.errors import ConfigError
@@ -132,6 +134,25 @@ REFUSED_OPTIMIZERS: dict[str, tuple[Make, str]] = {
         r"param_groups\[0\]\.lr is a torch.Tensor",
     ),
 }
+
+
+UNTOLD = {"d", "initial_accumulator_value"}
+"""``d`` of Adafactor is the name of progress in other optimizers, and the other one counts once."""
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in REFUSED_OPTIMIZERS])
+def test_every_hyperparameter_that_a_load_replaces_is_told(name: str) -> None:
+    optimizer = OPTIMIZERS[name](Net().parameters())  # type: ignore[call-arg]
+    configured = Configured(optimizer, None, False)
+    group = optimizer.param_groups[0]
+    replaced = restored_hyperparameters(group).keys() - UNTOLD
+    told = set()
+    for key in replaced:
+        if group[key] is None:
+            continue
+        told |= {"beta1", "beta2"} if key == "betas" else {key}
+        group[key] = ("another", "another")
+    assert {setting.name for setting in configured.settle().kept} == told
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in REFUSED_OPTIMIZERS])
