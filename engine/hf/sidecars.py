@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import (
+    CHAT_TEMPLATE_DIR,
+    CHAT_TEMPLATE_FILE,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+)
 
 from ...utils.compat.transformers_private import custom_object_save
 from ...utils.distributed import RankGroup, all_ranks_succeed, rank_zero_decides
@@ -46,6 +51,16 @@ PROBE_NAME = "weights_probe.json"
 # Files that a run leaves in the folder of a model.
 _NOT_OF_MODEL = (MANIFEST_NAME, PROBE_NAME, "trainer_state.json")
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
+
+_REPLACED_BY = {
+    "special_tokens_map.json": "tokenizer_config.json",
+    "added_tokens.json": "tokenizer_config.json",
+    "chat_template.json": CHAT_TEMPLATE_FILE,
+    CHAT_TEMPLATE_DIR: CHAT_TEMPLATE_FILE,
+}
+"""File or folder of a base -> the file with the same content that a tokenizer or processor writes.
+transformers would take what it finds in the first one.
+"""
 
 
 class _Verbatim(NamedTuple):
@@ -178,9 +193,11 @@ def _copy_base_files(base: Path, folder: Path) -> None:
         raise CheckpointNotFoundError(
             f"base_model_path {base} is not a folder; expected a local model folder"
         )
+    written = set(walk_files(folder))
     for name, source in small_files(base).items():
-        target = folder / name
-        if not target.exists():
+        first = name.partition("/")[0]
+        if name not in written and _REPLACED_BY.get(first) not in written:
+            target = folder / name
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(source, target)
 

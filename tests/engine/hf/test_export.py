@@ -3,6 +3,7 @@ ranks.
 """
 
 import importlib
+import json
 import os
 import resource
 import shutil
@@ -28,6 +29,7 @@ from transformers import (
 from holdfast.engine.api import HFExportOptions
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import full_state_dict, save_hf, write_hf
+from holdfast.engine.hf.sidecars import small_files
 from holdfast.utils.errors import CheckpointMismatchError, CheckpointWriteError, PeerError
 from holdfast.utils.manifest import verify_file
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
@@ -267,6 +269,28 @@ def test_tokenizer_chat_template_and_files_of_the_base_model_come_along(
     assert "LlamaForCausalLM" in (complete / "config.json").read_text()
     for left in ("manifest.json", ".gitattributes", "pytorch_model.bin"):
         assert not (complete / left).exists()
+
+
+def test_files_of_the_base_do_not_replace_what_the_given_tokenizer_says(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    _tokenizer().save_pretrained(base)
+    special = {"eos_token": "</s>", "pad_token": "<pad>"}
+    (base / "special_tokens_map.json").write_text(json.dumps(special))
+    (base / "added_tokens.json").write_text(json.dumps({"<old>": 5}))
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tools.jinja").write_text("old")
+    given = _tokenizer()
+    given.eos_token, given.pad_token = "two", "</s>"
+    save_hf(tiny_model("llama"), tmp_path / "out", tokenizer=given, base_model_path=base)
+    read = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (read.eos_token, read.pad_token, len(read)) == ("two", "</s>", len(given))
+    assert read.chat_template == CHAT_TEMPLATE
+    assert not (tmp_path / "out" / "chat_template.json").exists(), "processors read it first"
+
+    # Without a tokenizer, all of them come along.
+    save_hf(tiny_model("llama"), tmp_path / "all", base_model_path=base)
+    assert set(small_files(base)) <= set(small_files(tmp_path / "all"))
 
 
 def test_existing_target_missing_base_and_unwritable_folder_are_errors_on_every_rank(
