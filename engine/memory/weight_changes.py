@@ -28,8 +28,10 @@ SAMPLES = 8
 
 class LiveReader:
     """Reads tensors of ``model`` while training goes on. `changing_weights` waits for it as long as
-    it exists.
+    it exists. So do steps, unless it ``reads_frozen`` parameters alone.
     """
+
+    reads_frozen = False
 
     def __init__(
         self,
@@ -56,11 +58,13 @@ def changing_weights(model: nn.Module) -> Iterator[None]:
             for param, average in zip(model.parameters(), averages):
                 param.copy_(average)
 
-    Waits until snapshots that are being copied have read the weights. A snapshot that begins inside
-    the block is copied at once. Without the block, such code makes the snapshot fail
-    (`TornSnapshotError`). ``model`` may also be a part of the saved model, or contain it.
+    Waits until snapshots that are being copied have read the weights, and until an export in the
+    background has read a frozen base. If the export has not begun, the base is copied to host
+    memory for it. A snapshot that begins inside the block is copied at once. Without the block,
+    such code makes the snapshot fail (`TornSnapshotError`), and an export of a frozen base wrong.
+    ``model`` may also be a part of the saved model, or contain it.
     """
-    wait_for_readers(model)
+    wait_for_readers(model, of_frozen=True)
     _CHANGING.append(model)
     try:
         yield
@@ -68,11 +72,17 @@ def changing_weights(model: nn.Module) -> Iterator[None]:
         _CHANGING.remove(model)
 
 
-def wait_for_readers(model: nn.Module) -> None:
-    """Return when all parameters of ``model`` may be changed."""
+def wait_for_readers(
+    model: nn.Module,
+    *,
+    of_frozen: bool = False,
+) -> None:
+    """Return when a step may change the parameters of ``model``, or also the frozen ones."""
     # A list, because readers come and go meanwhile.
     reading = [reader for reader in _READERS if reader.reads_live]
     for reader in reading:
+        if reader.reads_frozen and not of_frozen:
+            continue
         if share_modules(reader.model, model):
             reader.wait()
 

@@ -2,34 +2,82 @@
 
 It is the `unsharded_view` of the model with buffers in host memory as parameters and buffers, so
 that training does not change it. A frozen base is left out of checkpoints and is read from the live
-model (see `dcp.base_model`), so it must not change. When it is offloaded, its copies take its
-place, but never during an export that reads it.
+model (see `dcp.base_model`). Before it is changed or offloaded, copies take its place in the view,
+or the change waits for an export that has begun to read it.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from threading import Lock
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
+from ...utils.compat.torch_private import (
+    buffers_of,
+    like_sharded,
+    parameters_of,
+    replace_members,
+)
 from ..hf.dtypes import own_dtypes
-from ..lora.adapters import transformers_model
+from ..lora.adapters import adapted_layers, transformers_model
 from ..memory.offloaded import weights_on_host
 from ..memory.per_model import PerModel
-from ..memory.tensors import clean_name
+from ..memory.pinned import host_copies_of
+from ..memory.tensors import clean_name, local_tensor
+from ..memory.weight_changes import LiveReader, is_changing
 from ..training.unsharded import unsharded_view
 
 M = TypeVar("M", bound=nn.Module)
 
-_base_locks = PerModel[Lock](
-    "base_lock",
-    "Lock of a view with frozen parameters of a live model, held while the view is exported. "
-    "`staged_model` sets it. It ends with the view.",
+
+class _BaseReader(LiveReader):
+    """A view that reads frozen parameters of ``model``, until its export ends.
+
+    ``lock`` is held while it is exported.
+    """
+
+    reads_frozen = True
+
+    def __init__(self, model: nn.Module, view: nn.Module) -> None:
+        super().__init__(model)
+        self.reads_live = True
+        self.lock = Lock()
+        self._view = ref(view)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for the end of the export, or give the view copies if it has not begun."""
+        with self.lock:
+            view = self._view()
+            if view is not None and self.reads_live:
+                live = {id(param) for param in self.model.parameters()}
+                shared = {
+                    name: param for name, param in view.named_parameters() if id(param) in live
+                }
+                _replace_tensors(view, _copies_of(shared))
+            self.reads_live = False
+
+
+def _copies_of(tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Id of a tensor -> its copy in host memory, sharded alike."""
+    copies = host_copies_of({name: local_tensor(tensor) for name, tensor in tensors.items()})
+    of_id: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        copy = copies[name].copy_(local_tensor(tensor))
+        of_id[id(tensor)] = like_sharded(copy, tensor) if isinstance(tensor, DTensor) else copy
+    return of_id
+
+
+_base_readers = PerModel[_BaseReader](
+    "base_reader",
+    "Reader of a view with frozen parameters of a live model. `staged_model` sets it. It ends with "
+    "the view.",
 )
 
 
@@ -56,7 +104,10 @@ def staged_model(
     view = unsharded_view(model)
     _replace_tensors(view, staged)
     if any(id(param) not in staged for param in model.parameters()):
-        _base_locks.set(view, Lock())
+        reader = _base_readers.set(view, _BaseReader(model, view))
+        if is_changing(model):
+            reader.wait()
+    _keep_merged(view)
 
     # Training may change the configuration.
     inner = transformers_model(view).__dict__
@@ -78,9 +129,16 @@ def exportable_model(model: M) -> M:
 
 @contextmanager
 def reading_base(view: nn.Module) -> Iterator[None]:
-    """Wrap the export of a `staged_model`. An offload of its base waits for the end."""
-    with _base_locks.of(view) or nullcontext():
+    """Wrap the only export of a `staged_model`. What would change its base waits for the end."""
+    reader = _base_readers.of(view)
+    if reader is None:
         yield
+        return
+    with reader.lock:
+        try:
+            yield
+        finally:
+            reader.reads_live = False
 
 
 def offload_base(
@@ -94,13 +152,22 @@ def offload_base(
         copies: id of a live tensor -> copy in host memory.
         reader: called with each view, which reads the copies as long as it lives.
     """
-    for view, lock in _base_locks.items():
+    for view, own in _base_readers.items():
         # A view of another model.
         if not any(id(param) in copies for param in view.parameters()):
             continue
-        with lock:
+        with own.lock:
             reader(view)
             _replace_tensors(view, copies)
+
+
+def _keep_merged(view: nn.Module) -> None:
+    """Note which adapters are merged into the weights of the view, whatever becomes of the live
+    ones.
+    """
+    for layer in adapted_layers(view).values():
+        if hasattr(layer, "merged_adapters"):
+            layer.merged_adapters = list(layer.merged_adapters)
 
 
 def _replace_tensors(

@@ -4,7 +4,7 @@ fails.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine import SaveLoadMeta, changing_weights
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.lora.adapters import adapted_layers
 from holdfast.engine.memory.tensors import flatten, local_tensor
-from holdfast.engine.staging import staged_state
+from holdfast.engine.staging import background_save, staged_state
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import PeerError, TornSnapshotError
+from tests.engine.lora.engines import lora_engine, train, write_base
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import ON_DEVICES, run_ranks
+from tests.limits import stretched
 from tests.recover.runs import (
     SPEC,
     make_batch,
@@ -289,3 +292,62 @@ def test_a_save_in_the_background_is_never_torn_either(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     run_ranks(_torn_saves, 1, str(tmp_path / "model"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "model"]
+
+
+def _merge(engine: Any, factor: float) -> None:
+    """Change the base in place as PEFT's ``merge_adapter`` does, by a factor that loses no bit."""
+    with changing_weights(engine.model):
+        for layer in adapted_layers(engine.model).values():
+            layer.base_layer.weight.data *= factor
+            layer.merged_adapters[:] = ["default"] if factor > 1 else []
+
+
+def _merges_during_exports(rank: int, world_size: int, root: Path) -> None:
+    engine = lora_engine(root / "base")
+    train(engine, 1)
+    export: Callable[..., None] = background_save.export_hf
+    engine.save(SaveLoadMeta(str(root / "expected"), "hf", False))
+    for name in ("not begun", "begun", "inside"):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def held(*args: Any, begun: Any = begun, go_on: Any = go_on, **kwargs: Any) -> None:
+            begun.set()
+            assert go_on.wait(stretched(30))
+            export(*args, **kwargs)
+
+        background_save.export_hf = held
+        finishing = threading.Event()
+        finish = Staging.finish
+
+        def held_finish(staging: Staging, go: Any = finishing, finish: Any = finish) -> None:
+            assert go.wait(stretched(30))
+            finish(staging)
+
+        Staging.finish = held_finish  # type: ignore[method-assign]
+        try:
+            with changing_weights(engine.model) if name == "inside" else nullcontext():
+                engine.save(SaveLoadMeta(str(root / name), "hf", False), blocking=False)
+            if name == "begun":
+                finishing.set()
+                assert begun.wait(stretched(30))
+                threading.Timer(0.3, go_on.set).start()
+            _merge(engine, 2)
+            assert go_on.is_set() == (name == "begun"), "only what was begun is waited for"
+            finishing.set()
+            go_on.set()
+            engine.wait_for_save()
+        finally:
+            Staging.finish = finish  # type: ignore[method-assign]
+            background_save.export_hf = export
+        _merge(engine, 0.5)
+        if rank == 0:
+            files = [root / folder / "model.safetensors" for folder in ("expected", name)]
+            assert files[0].read_bytes() == files[1].read_bytes(), name
+    engine.destroy()
+
+
+def test_a_frozen_base_that_is_merged_during_an_export_is_exported_as_it_was(
+    tmp_path: Path,
+) -> None:
+    write_base(tmp_path / "base")
+    run_ranks(_merges_during_exports, 2, tmp_path)
