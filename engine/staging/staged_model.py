@@ -104,9 +104,9 @@ def staged_model(
     view = unsharded_view(model)
     _replace_tensors(view, staged)
     if any(id(param) not in staged for param in model.parameters()):
-        reader = _base_readers.set(view, _BaseReader(model, view))
+        _base_readers.set(view, _BaseReader(model, view))
         if is_changing(model):
-            reader.wait()
+            copy_base(view)
     _keep_merged(view)
 
     # Training may change the configuration.
@@ -125,6 +125,15 @@ def exportable_model(model: M) -> M:
     if weights_on_host(model):
         return staged_model(model, {})
     return model
+
+
+def copy_base(view: nn.Module) -> None:
+    """Give a `staged_model` copies of its frozen base, because code that changes the base does not
+    wait.
+    """
+    reader = _base_readers.of(view)
+    if reader is not None:
+        reader.wait()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.adapters import adapted_layers, transformers_model
-from ...engine.staging.staged_model import exportable_model, reading_base, staged_model
+from ...engine.staging.staged_model import copy_base, exportable_model, reading_base, staged_model
 from ...utils.distributed import RankGroup, all_ranks_succeed
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.files import as_write_error, commit_folder, remove_or_log
@@ -189,6 +189,9 @@ def capture_export(session: "RankSession", target: RankEngines, staged: bool) ->
         if isinstance(engine, FSDPEngine):
             dtype = engine.base_dtype
             base = engine.model_folder if engine.model_folder.is_dir() else None
+        else:
+            # TRL merges adapters into the base for each generation, and does not wait for exports.
+            copy_base(model)
     options = HFExportOptions(
         export_dtype(request.dtype, dtype), request.tokenizer, request.processor, base
     )

@@ -3,6 +3,7 @@ from PeftModels.
 """
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.engine import SaveLoadMeta
 from holdfast.recover import RecoverConfig, RecoverHandler
+from holdfast.recover.saving import exports
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf.test_export import _contents, _tokenizer
 from tests.engine.lora.engines import lora_engine, train, write_base
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.helpers import run_ranks
+from tests.limits import stretched
 from tests.recover.runs import SPEC, step_info
 
 pytestmark = pytest.mark.timeout(100)
@@ -117,6 +120,34 @@ def test_a_peft_model_is_exported_in_both_forms_as_it_was_while_it_trains_on(
         assert not torch.equal(
             logits(loaded(export(tmp_path, form, 0))), logits(loaded(export(tmp_path, form, 2)))
         )
+
+
+def test_a_trainer_may_merge_its_adapters_while_their_export_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_reference(tiny_qwen3()).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    host = Host(get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])))
+    merged, write = threading.Event(), exports.write_hf
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        assert merged.wait(stretched(30))
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(exports, "write_hf", held)
+    with handler(tmp_path, "merged", freq_steps=2) as run:
+        run.load(host.engine)
+        for step in range(2):
+            host.step(step)
+        expected = copy.deepcopy(host.model).merge_and_unload()
+        run.dump(host.engine, step_info(1))
+        host.model.merge_adapter()  # as TRL does before each generation
+        merged.set()
+        run.wait()
+        host.model.unmerge_adapter()
+    expected.save_pretrained(tmp_path / "theirs")
+    found = export(tmp_path, "merged", 1) / "model.safetensors"
+    assert found.read_bytes() == (tmp_path / "theirs" / "model.safetensors").read_bytes()
 
 
 def test_adapters_that_cannot_be_merged_are_exported_as_peft_stores_them_or_refused_early(
