@@ -298,7 +298,8 @@ def _check_config(folder: Path, model: PreTrainedModel) -> None:
         raise CheckpointCorruptError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{folder} holds {config.peft_type} adapters; expected LoRA")
-    own = _peft_config(model).init_lora_weights
+    configs: Any = getattr(model, "peft_config", {})
+    own = getattr(configs.get(_adapter_name(model)), "init_lora_weights", True)
     there = config.init_lora_weights
     if there != own and (_changes_base(there) or _changes_base(own)):
         raise CheckpointMismatchError(
@@ -308,12 +309,12 @@ def _check_config(folder: Path, model: PreTrainedModel) -> None:
         )
 
     # Patterns may give a layer a rank and an alpha of its own.
+    ranks = config.rank_pattern or {}
+    alphas = config.alpha_pattern or {}
     for weight, (adapter,) in plain_adapters(model).items():
         layer = weight.removesuffix(".weight")
-        rank_key = get_pattern_key(list(config.rank_pattern), layer)
-        alpha_key = get_pattern_key(list(config.alpha_pattern), layer)
-        rank = config.rank_pattern.get(rank_key, config.r)
-        alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
+        rank = ranks.get(get_pattern_key(list(ranks), layer), config.r)
+        alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
         divisor = math.sqrt(rank) if config.use_rslora else rank
         if alpha / divisor != adapter.scaling:
             raise CheckpointMismatchError(
