@@ -74,8 +74,8 @@ class HFExportOptions:
         dtype: dtype of floating-point weights in the files. None keeps each tensor's dtype.
         tokenizer: saved with the weights, including its chat template.
         processor: saved with the weights.
-        base_model_path: local folder whose other files are copied, except weights and files already
-            written.
+        base_model_path: local folder whose other files are copied, except weights, files already
+            written, and those that would replace what the tokenizer or processor says.
         max_shard_size_bytes: split weights above this size over several files. None: the limit of
             ``save_pretrained``, or at a URL a rank's share, between 500 MB and 5 GB.
         staging_folder: folder on a local or shared disk with room for one export, used before an

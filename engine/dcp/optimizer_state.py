@@ -128,9 +128,9 @@ def check_entries(
             own_entries = optimizer.state.get(param, {})
             if any(own_entries.get(key) is not value for key, value in entries.items()):
                 raise ConfigError(
-                    f"{optimizer_name} keeps state in a {type(inner).__name__} inside, where a "
-                    "checkpoint would miss it; expected all of it in optimizer.state. Use an "
-                    "optimizer without others inside: FSDP2 shards its state"
+                    f"{optimizer_name} keeps state in an optimizer inside "
+                    f"({type(inner).__name__}), where a checkpoint would miss it; expected all of "
+                    "it in optimizer.state. Use one without others inside: FSDP2 shards its state"
                 )
 
     for name, param, state in _states(optimizer, params):

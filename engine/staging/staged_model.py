@@ -37,18 +37,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _BaseReader(LiveReader):
-    """A view that reads frozen parameters of ``model``, until its export ends.
+    """A view that reads frozen parameters of ``model``, with these ids, until its export ends.
 
     ``lock`` is held while it is exported.
     """
 
     reads_frozen = True
 
-    def __init__(self, model: nn.Module, view: nn.Module) -> None:
+    def __init__(self, model: nn.Module, view: nn.Module, ids: set[int]) -> None:
         super().__init__(model)
         self.reads_live = True
         self.lock = Lock()
         self._view = ref(view)
+        self._ids = ids
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -56,11 +57,9 @@ class _BaseReader(LiveReader):
         with self.lock:
             view = self._view()
             if view is not None and self.reads_live:
-                live = {id(param) for param in self.model.parameters()}
-                shared = {
-                    name: param for name, param in view.named_parameters() if id(param) in live
-                }
-                _replace_tensors(view, _copies_of(shared))
+                named = view.named_parameters()
+                live = {name: param for name, param in named if id(param) in self._ids}
+                _replace_tensors(view, _copies_of(live))
             self.reads_live = False
 
 
@@ -103,8 +102,9 @@ def staged_model(
             staged[id(tensor)] = weights[name]
     view = unsharded_view(model)
     _replace_tensors(view, staged)
-    if any(id(param) not in staged for param in model.parameters()):
-        _base_readers.set(view, _BaseReader(model, view))
+    frozen = {id(param) for param in model.parameters()} - staged.keys()
+    if frozen:
+        _base_readers.set(view, _BaseReader(model, view, frozen))
         if is_changing(model):
             copy_base(view)
     _keep_merged(view)

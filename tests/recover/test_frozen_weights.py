@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from holdfast.recover.engines import names_from_folder
 from tests.engine.lora.engines import write_base
 from tests.helpers import run_ranks
 from tests.recover.runs import make_handler, step_info
@@ -319,3 +320,21 @@ def test_ranks_agree_on_frozen_weights_that_changed_on_one_of_them(
     kind: type[Run], tmp_path: Path
 ) -> None:
     check(kind, tmp_path, (0, 2), world_size=2)
+
+
+def _look_after_a_forward(rank: int, world_size: int, base: str) -> int:
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        LoraConfig(r=2, target_modules=["q_proj"]),
+    )
+    fully_shard(model)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2]]))
+    return len(names_from_folder(model, None))
+
+
+def test_a_forward_that_leaves_gathered_weights_hides_no_base(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path)
+    names = list(base.named_parameters(remove_duplicate=False))
+    assert run_ranks(_look_after_a_forward, 2, str(tmp_path)) == [len(names)] * 2
