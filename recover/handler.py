@@ -261,7 +261,7 @@ class RecoverHandler:
         check_shared(ranks, self.config.trial_root)
         self._triggers.stops.signals.install()
         note_order(dataloader)
-        ranks.here(partial(try_stream, dataloader))
+        ranks.here(partial(try_stream, dataloader, self.ft_spec.total_train_epochs))
 
         resumed = self._resume.choose(ranks, self._folder.mirror)
         if resumed is not None:

@@ -7,8 +7,12 @@ The place in a stream (torch's ``IterableDataset``) is only known to the stream:
 tried in worker processes: one reads a few batches, the other one gets the state of the first and
 has to go on with the same batches.
 
-The copies read up to four batches for each worker. Nothing changes in this process: the generators
-and the positions of open files are restored, and the dataset is never iterated over here.
+A stream that a process or a persistent worker keeps may have another order each time that it is
+begun, such as webdataset's ``detshuffle``. So the same is tried in a second epoch, if there is one.
+
+The copies read up to four batches for each worker and epoch. Nothing changes in this process: the
+generators and the positions of open files are restored, and the dataset is never iterated over
+here.
 """
 
 import copy
@@ -16,7 +20,8 @@ import fcntl
 import multiprocessing
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -41,15 +46,21 @@ _ADVICE = (
     "stream's files, with a fixed seed (datasets: shuffle(seed=1, buffer_size=1, "
     "max_buffer_input_shards=1))"
 )
+_ADVICE_ON_EPOCHS = (
+    "Give it an attribute epoch that its order depends on, a method set_epoch that sets it, and "
+    "workers that end with the epoch, or the number of its epoch in its state_dict"
+)
 
 
 class _UntriedError(Exception):
     """The stream could not be tried."""
 
 
-def try_stream(loader: Any) -> None:
+def try_stream(loader: Any, n_epochs: int = 2) -> None:
     """Try whether a new process would find the place of ``loader``, if its dataset is a stream. Of
     other loaders, refuse those whose batches come in the order in which workers finish.
+
+    A run of ``n_epochs`` begins the stream as often. More than two are tried like two.
 
     A warning says so if that cannot be told, or if the stream gives other samples each time that it
     is begun. With an attribute ``inexact`` of the loader that is True, other samples are a warning
@@ -77,7 +88,7 @@ def try_stream(loader: Any) -> None:
     generators = capture_rng()
     positions = _file_positions()
     try:
-        first = _first_batches(tried, may_differ)
+        first = _first_batches(tried, may_differ, n_epochs)
     except _UntriedError as reason:
         logger.warning(
             "whether a resumed run finds its place in %s could not be tried (%s): it does only if "
@@ -201,20 +212,21 @@ def _is_unseeded(part: Any) -> bool:
     return is_of_datasets(part) and any(map(_is_unseeded, getattr(part, "__dict__", {}).values()))
 
 
-def _first_batches(loader: Any, may_differ: bool) -> str | None:
+def _first_batches(loader: Any, may_differ: bool, n_epochs: int) -> str | None:
     """Return a digest of the first batches. None if they are others each time."""
     name = type(loader.dataset).__name__
     n_workers = loader.num_workers
     n_batches = 2 * max(1, n_workers)
+    is_kept = n_epochs > 1 and _is_kept(loader)
     # Workers are restored with their seeds. In this process other numbers are drawn at the restart.
     seed_at_restart = 2 if isinstance(loader, Stateful) and not n_workers else 1
 
     # Step 1: read from the beginning, and only the half of an epoch that is shorter than that.
-    original = _Copy(loader, seed=1)
+    original = _Copy(loader, seed=1, is_kept=is_kept)
     begun = original.read(n_batches)
     if len(begun) < n_batches:
         n_batches = max(1, len(begun) // 2)
-        original = _Copy(loader, seed=1)
+        original = _Copy(loader, seed=1, is_kept=is_kept)
         begun = original.read(n_batches)
     state = original.state()
     expected = original.read(n_batches)
@@ -231,7 +243,8 @@ def _first_batches(loader: Any, may_differ: bool) -> str | None:
         if state is None:
             raise
         error = raised
-    if found == expected and error is None:
+    finds_place = found == expected and error is None
+    if finds_place and not is_kept:
         return sample_digest(begun)
     if error is not None:
         raise ConfigError(
@@ -239,15 +252,32 @@ def _first_batches(loader: Any, may_differ: bool) -> str | None:
             f"{_ADVICE}"
         )
 
-    # Step 3: a stream that is another one each time may only have random contents.
-    if _Copy(loader, seed_at_restart).read(n_batches) != begun:
+    where = ""
+    reason = (
+        f"the state of {name} lacks samples that it has read ahead, such as a shuffle buffer, so a "
+        f"resumed run would lose samples and repeat others. {_ADVICE}"
+    )
+
+    # Step 3: the same in the second epoch of the stream, whose samples may depend on seeds.
+    other_seed = seed_at_restart
+    if finds_place:
+        other_seed = 3
+        if _finds_place_again(original, loader, n_batches, seed_at_restart):
+            return sample_digest(begun)
+        where = " in its second epoch"
+        reason = (
+            f"{name} has another order each time that a process begins it, which a restarted one "
+            "cannot know, so a run that is resumed in a later epoch would lose samples and repeat "
+            f"others. {_ADVICE_ON_EPOCHS}"
+        )
+
+    # Step 4: a stream that is another one each time may only have random contents.
+    if _Copy(loader, other_seed).read(n_batches) != begun:
         return None
 
     message = (
         f"a copy of the loader with the state after {n_batches} batches goes on with other "
-        f"samples than the loader: the state of {name} lacks samples that it has read ahead, such "
-        f"as a shuffle buffer, so a resumed run would lose samples and repeat others. {_ADVICE}. "
-        "If that is no harm, set loader.inexact = True"
+        f"samples than the loader{where}: {reason}. If that is no harm, set loader.inexact = True"
     )
     if not may_differ:
         raise ConfigError(message)
@@ -255,14 +285,59 @@ def _first_batches(loader: Any, may_differ: bool) -> str | None:
     return sample_digest(begun)
 
 
-class _Copy:
-    """A copy of a loader that reads in worker processes, at least one."""
+def _is_kept(loader: Any) -> bool:
+    """Whether the stream of a later epoch is the object of the first, and neither its own state nor
+    ``set_epoch`` tells it the epoch.
+    """
+    if isinstance(loader.dataset, Stateful):
+        return False
+    if loader.num_workers:
+        return loader.persistent_workers
+    return not hasattr(loader.dataset, "set_epoch")
 
-    def __init__(self, loader: Any, seed: int, state: bytes | None = None) -> None:
+
+def _finds_place_again(
+    original: "_Copy", loader: Any, n_batches: int, seed_at_restart: int
+) -> bool:
+    """Whether a new copy goes on as ``original`` in its second epoch."""
+    with _next_epoch(loader.dataset):
+        original.begin()
+        original.read(n_batches)
+        state = original.state()
+        expected = original.read(n_batches)
+        restored = _Copy(loader, seed_at_restart, state)
+        if state is None:
+            restored.read(n_batches)
+        return restored.read(n_batches) == expected
+
+
+@contextmanager
+def _next_epoch(stream: Any) -> Iterator[None]:
+    """Tell the stream the next epoch, as a script does, and afterwards its own again."""
+    epoch = getattr(stream, "epoch", None)
+    if not isinstance(epoch, int) or not hasattr(stream, "set_epoch"):
+        yield
+        return
+    stream.set_epoch(epoch + 1)
+    try:
+        yield
+    finally:
+        stream.set_epoch(epoch)
+
+
+class _Copy:
+    """A copy of a loader that reads in worker processes, at least one.
+
+    With ``is_kept`` the workers, and so the streams in them, stay when it is begun again.
+    """
+
+    def __init__(
+        self, loader: Any, seed: int, state: bytes | None = None, *, is_kept: bool = False
+    ) -> None:
         self._loader = copy.copy(loader)
         own = vars(self._loader)  # torch's loader refuses to set some of them
         own["batch_sampler"] = copy.deepcopy(loader.batch_sampler)
-        own["persistent_workers"] = False
+        own["persistent_workers"] = is_kept
         own["_iterator"] = None
         if not loader.num_workers:
             self._loader.num_workers = 1
@@ -277,6 +352,10 @@ class _Copy:
             if not loader.num_workers:
                 restored["_snapshot"]["_main_snapshot"]["_base_seed"] = seed
             self._loader.load_state_dict(restored)
+        self.begin()
+
+    def begin(self) -> None:
+        """Read from the beginning, or the first time from the given state."""
         try:
             self._batches = iter(self._loader)
         except Exception as error:

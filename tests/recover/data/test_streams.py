@@ -14,6 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from holdfast.integrations.accelerate import recoverable
 from holdfast.recover.data import trial
 from holdfast.recover.data.capture import EpochOrder
 from holdfast.recover.data.restore import restore_dataloader
@@ -68,6 +69,50 @@ class Buffered(IterableDataset):
         self.at = state_dict["at"]
 
 
+class Counting(IterableDataset):
+    """A stream in another order each time that it is begun, as with webdataset's ``detshuffle``."""
+
+    def __init__(self) -> None:
+        self.n_begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.n_begun += 1
+        return iter(random.Random(self.n_begun).sample(range(SPEC.dataset_size), SPEC.dataset_size))
+
+
+class CountingInState(IterableDataset):
+    """The same, with everything that it counts in its state."""
+
+    def __init__(self) -> None:
+        self.n_begun = self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.n_begun).sample(range(SPEC.dataset_size), SPEC.dataset_size)
+        while self.at < len(order):
+            self.at += 1
+            yield order[self.at - 1]
+        self.n_begun += 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+
+class Told(IterableDataset):
+    """A stream in the order of the epoch that ``set_epoch`` names."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(SPEC.dataset_size), SPEC.dataset_size))
+
+
 def numbers(batch: list[Any]) -> list[int]:
     return [row["i"] if isinstance(row, dict) else int(row) for row in batch]
 
@@ -106,6 +151,10 @@ RESUMED: dict[str, Callable[[], Any]] = {
     "no state": lambda: stateful(Numbers()),
     "no state, workers": lambda: stateful(Numbers(), 2, snapshot_every_n_steps=2),
     "no state, shuffled in workers": lambda: stateful(Numbers(shuffled_by_python), 2),
+    "another order in each epoch, counted in its state": lambda: stateful(CountingInState()),
+    "counted by workers that end with the epoch": lambda: stateful(Counting(), 1),
+    "an order of the epoch": lambda: stateful(Told()),
+    "an order of the epoch, workers": lambda: stateful(Told(), 1),
     "datasets": lambda: stateful(shards()),
     "datasets, workers": lambda: stateful(shards(), 2),
     "datasets, persistent workers": lambda: stateful(shards(), 2, persistent_workers=True),
@@ -126,7 +175,9 @@ def _lives(rank: int, world_size: int, name: str, root: str, killed_after: int) 
     ):
         info = handler.load(tiny.state, loader)
         step = step_info(0) if info is None else info.last_step_info.next()
-        for _ in range(step.epoch, SPEC.total_train_epochs):
+        for epoch in range(step.epoch, SPEC.total_train_epochs):
+            if hasattr(loader.dataset, "set_epoch"):
+                loader.dataset.set_epoch(epoch)
             for batch in loader:
                 print(json.dumps(batch), file=file, flush=True)
                 handler.dump(tiny.state, step, loader)
@@ -140,7 +191,7 @@ def test_a_run_on_a_stream_that_is_killed_has_the_batches_of_one_that_is_not(
     name: str, tmp_path: Path
 ) -> None:
     found = []
-    for root, kills in ((tmp_path / "untouched", []), (tmp_path / "killed", [1, 5])):
+    for root, kills in ((tmp_path / "untouched", []), (tmp_path / "killed", [5, 8])):
         root.mkdir()
         for killed_after in kills:
             with pytest.raises(AssertionError, match="died without a word"):
@@ -166,6 +217,22 @@ FORGETFUL: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: stateful(shards(**BUFFER), 2),
         "not take its own state.*: IndexError: l",
     ),
+    "another order in each epoch": (
+        lambda: stateful(Counting()),
+        "in its second epoch: Counting has another order each time that a process begins it",
+    ),
+    "another order in each epoch, without state": (
+        lambda: DataLoader(Counting(), 4, collate_fn=numbers),
+        "in its second epoch: Counting has another order",
+    ),
+    "another order in each epoch, persistent workers": (
+        lambda: stateful(Counting(), 1, persistent_workers=True),
+        "in its second epoch: Counting has another order",
+    ),
+    "persistent workers that are not told the epoch": (
+        lambda: stateful(Told(), 1, persistent_workers=True),
+        "in its second epoch: Told has another order.*and workers that end with the epoch",
+    ),
     "no seed": (
         lambda: stateful(shards(buffer_size=1)),
         "is shuffled without a seed.*give shuffle a seed",
@@ -174,14 +241,35 @@ FORGETFUL: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["a buffer", "a buffer of datasets", "no seed"], FORGETFUL)
+    "name",
+    slow_but(
+        ["a buffer", "a buffer of datasets", "another order in each epoch", "no seed"], FORGETFUL
+    ),
 )
 def test_a_stream_that_would_lose_samples_is_refused_before_the_first_step(
     name: str, tmp_path: Path
 ) -> None:
     make, message = FORGETFUL[name]
+    loader = make()
+    if not isinstance(loader, StatefulDataLoader):
+        loader = recoverable(loader)
     with pytest.raises(ConfigError, match=message), make_handler(tmp_path, freq_steps=1) as handler:
-        handler.load(Tiny().state, make())
+        handler.load(Tiny().state, loader)
+
+
+def test_the_order_of_a_second_epoch_does_not_matter_to_a_run_of_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    try_stream(stateful(Counting()), n_epochs=1)
+    assert not [record for record in caplog.records if record.name.startswith("holdfast")]
+
+
+def test_a_trial_tells_a_stream_its_own_epoch_again() -> None:
+    stream = Told()
+    stream.set_epoch(4)
+    with pytest.raises(ConfigError, match="second epoch"):
+        try_stream(stateful(stream, 1, persistent_workers=True))
+    assert stream.epoch == 4
 
 
 @pytest.mark.parametrize("dataset", [list(range(24)), Numbers()])
