@@ -91,6 +91,7 @@ class TrainerRun:
         # The place: the current epoch, and the number of steps before it.
         self._steps_per_epoch = self._batches_per_epoch = self._epoch = self._first_step = 0
         self._between_epochs = True
+        self._owes_epoch = False  # the snapshot after an epoch is due at the next step
         self.is_resuming = self.is_over = False
 
     def open(self, steps_per_epoch: int, n_epochs: int) -> tuple[int, int] | None:
@@ -121,6 +122,12 @@ class TrainerRun:
         # With other steps per epoch the run continues at the same fraction of it.
         place = last.next()
         step = place.epoch_step * steps_per_epoch // place.steps_per_epoch
+
+        # With fewer, more steps were taken than those before it now: the last epoch is trained all
+        # the same.
+        if trainer.args.max_steps <= 0:
+            before = place.epoch * steps_per_epoch + step
+            trainer.state.max_steps += max(0, place.global_step - before)
         return place.epoch, step * trainer.args.gradient_accumulation_steps
 
     def restore(self, loader: Any) -> None:
@@ -224,8 +231,9 @@ class TrainerRun:
         step = self._step()
         control = self._trainer.control
         stops = control.should_epoch_stop or control.should_training_stop
-        if not stops and step.epoch_step != self._steps_per_epoch - 1:
-            self._dump(step)
+        if stops or step.epoch_step == self._steps_per_epoch - 1 or self._has_gradients:
+            return
+        self._dump(step)
 
     def begin_evaluation(self, name: str, loader: Any) -> None:
         """Restore the state of ``loader`` before it is read for the evaluation dataset ``name``."""
@@ -234,12 +242,20 @@ class TrainerRun:
             restore_persistent(loader, saved)
 
     def end_epoch(self) -> None:
-        """Save a snapshot if one is due, after an epoch or when the run stops in its middle."""
+        """Save a snapshot if one is due, after an epoch or when the run stops in its middle.
+
+        Gradients of batches that wait for the next step, at the end of a stream, are not in a
+        snapshot: it is saved after that step.
+        """
         step = self._step()
         if step.global_step < 0:
             return
         control = self._trainer.control
         stops = control.should_training_stop
+        if self._has_gradients and not stops:
+            every = self._config.freq_epochs
+            self._owes_epoch |= every is not None and (self._epoch + 1) % every == 0
+            return
         last = self._steps_per_epoch - 1
         if control.should_epoch_stop or not stops or step.epoch_step == last:
             # The epoch is over, even if it had fewer steps.
@@ -367,6 +383,11 @@ class TrainerRun:
         assert self._notes is not None, "`restore` has made them"
         return self._notes
 
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether the last batch was not the last one of a step."""
+        return not self._trainer.accelerator.sync_gradients
+
     def _step(self) -> StepInfo:
         """Step that was trained last."""
         last = self._trainer.state.global_step - 1
@@ -381,6 +402,8 @@ class TrainerRun:
                     if isinstance(value, int | float):
                         numbers[name] = float(value)
                 break
+        force |= self._owes_epoch
+        self._owes_epoch = False
         self._open_handler.dump(self._engines(), step, force=force, metrics=numbers)
 
 

@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from examples.integrations.tiny import sums, tiny_model, tiny_tokenizer
+from examples.integrations.tiny import digest, sums, tiny_model, tiny_tokenizer
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.integrations.transformers import gaps, recoverable
 from holdfast.recover import RecoverConfig, RecoverHandler
@@ -58,6 +59,8 @@ def make(
     *,
     callbacks: Any = (),
     mode: str = "auto",
+    rows: Any = None,
+    recover: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     common = {
@@ -67,12 +70,11 @@ def make(
         "disable_tqdm": True,
     }
     common |= {"per_device_train_batch_size": 2, "max_steps": 6, "save_strategy": "no"}
-    rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
-    given: dict[str, Any] = (
-        {}
-        if base in (Trainer, Own)
-        else {"recover": RecoverConfig(fileroot=str(folder / "runs"), freq_steps=2, mode=mode)}
-    )
+    if rows is None:
+        rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
+    keys: dict[str, Any] = {"fileroot": str(folder / "runs"), "freq_steps": 2, "mode": mode}
+    keys |= recover or {}
+    given: dict[str, Any] = {} if base in (Trainer, Own) else {"recover": RecoverConfig(**keys)}
     given |= {name: options.pop(name) for name in ("epochs_may_change",) if name in options}
     return base(
         model=tiny_model(),
@@ -200,6 +202,78 @@ def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allow
         callbacks=[Note()],
     ).train()
     assert places == [1.625, 1.75, 1.875]
+
+
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_a_run_with_larger_batches_trains_its_last_epoch_to_the_end(
+    tmp_path: Path, batch_size: int
+) -> None:
+    make(tmp_path, max_steps=6).train()  # of 8, in 2 epochs
+    resumed = make(
+        tmp_path,
+        per_device_train_batch_size=batch_size,
+        max_steps=-1,
+        num_train_epochs=2,
+        logging_steps=1,
+        epochs_may_change=True,
+    )
+    resumed.train()
+    places = [row["epoch"] for row in resumed.state.log_history if row.get("step", 0) > 6]
+    assert places[:1] == [2.0]
+    # The schedule ends with the run.
+    assert set(resumed.lr_scheduler.get_last_lr()) == {0.0}
+
+
+class Stream(IterableDataset):
+    """Five batches of two rows."""
+
+    def __iter__(self) -> Any:
+        return iter([{"input_ids": [i + 3] * 4} for i in range(10)])
+
+
+class StopAt(TrainerCallback):
+    """Ends the run with an error at the end of a step, before the step is saved."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            raise RuntimeError("stopped here")
+
+
+def test_a_batch_that_waits_for_the_next_epoch_of_a_stream_is_not_lost(tmp_path: Path) -> None:
+    options = {
+        "rows": Stream(),
+        "recover": {"freq_steps": None, "freq_epochs": 1, "async_save": False},
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+    }
+    untouched = make(tmp_path / "untouched", **options)
+    untouched.train()
+    with pytest.raises(RuntimeError, match="stopped here"):
+        make(tmp_path, callbacks=[StopAt(4)], **options).train()
+    assert generations(tmp_path) == ["global_step_2"]  # the step after the first epoch
+    resumed = make(tmp_path, **options)
+    resumed.train()
+    found, expected = (digest(each.model, each.optimizer) for each in (resumed, untouched))
+    assert found == expected
+
+
+def test_the_loss_of_a_resumed_run_is_the_mean_of_the_steps_that_trainer_says(
+    tmp_path: Path,
+) -> None:
+    options = {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
+    untouched = make(tmp_path / "untouched", max_steps=8, logging_steps=1, **options)
+    untouched.train()
+    losses = [row["loss"] for row in untouched.state.log_history if "loss" in row]
+
+    # The snapshot of step 6 has two losses that were not logged yet.
+    make(tmp_path, max_steps=6, logging_steps=4, **options).train()
+    resumed = make(tmp_path, max_steps=8, logging_steps=4, **options)
+    found = resumed.train().training_loss
+    said = losses[6:] if hasattr(resumed, "_initial_global_step") else losses
+    assert found == pytest.approx(sum(said) / len(said), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -73,8 +73,9 @@ class TrainerSeam(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
+        # `open` may have changed their number, by which the schedule is made.
         model, loader = super()._prepare_for_training(
-            max_steps, train_dataloader, resume_from_checkpoint
+            self.state.max_steps, train_dataloader, resume_from_checkpoint
         )
         _run_of(self).restore(loader)
         return model, loader
@@ -172,6 +173,10 @@ def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor):
             value = value.to(trainer.args.device)
         setattr(trainer, name, value)
+
+    # Newer Trainers report the mean loss of the steps of one `train`, others that of all steps.
+    if hasattr(trainer, "_initial_global_step"):
+        trainer._total_loss_scalar = -float(trainer._tr_loss)
 
     # Callbacks of one class are matched in their order.
     left = list(_exportable(trainer))
