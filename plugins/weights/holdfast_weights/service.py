@@ -4,6 +4,7 @@ Requests carry a version and its label, or the path of a file of a version. With
 loopback addresses are listened on.
 """
 
+import errno
 import hmac
 import ipaddress
 import json
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 1 << 20
 _ROUTES = {"error": "there are POST /prepare and GET /status"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+"""Errors of a path that leads to no regular file, or over a link. Of others nothing is known."""
 
 
 class Server(ThreadingTCPServer):
@@ -201,16 +204,26 @@ class FileHandler(_Handler):
         path, _, _ = self.path.partition("?")
         path = unquote(path).removeprefix("/")
 
-        # The page of versions.
-        if not path:
-            names = sorted(entry.name for entry in os.scandir(root) if _is_version(entry))
+        file: BinaryIO | None = None
+        names: list[str] = []
+        try:
+            if path:
+                file = _open_below(root, path)
+            else:
+                names = sorted(entry.name for entry in os.scandir(root) if _is_version(entry))
+        except (OSError, FolderError) as error:
+            # A mirror takes what is not found for a version that was removed.
+            status = HTTPStatus.NOT_FOUND
+            if isinstance(error, OSError) and error.errno not in _ABSENT:
+                logger.warning("%s cannot be read: %s", path or root, error)
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+            self._answer(status, {"error": f"{path}: {error}"})
+            return
+
+        # The page of versions, or a file.
+        if file is None:
             links = "".join(f'<a href="{name}">{name}</a>\n' for name in names)
             self._send(HTTPStatus.OK, links.encode(), "text/html")
-            return
-        try:
-            file = _open_below(root, path)
-        except (OSError, FolderError) as error:
-            self._answer(HTTPStatus.NOT_FOUND, {"error": f"{path}: {error}"})
             return
         with file:
             self._send_file(file)

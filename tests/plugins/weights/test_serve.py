@@ -2,11 +2,17 @@
 
 import http.client
 import os
+import shutil
+import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from holdfast_weights.errors import FolderError, MissingError
+from holdfast_weights.mirror import Mirror
+from holdfast_weights.service import FileHandler, Server
 from holdfast_weights.source import Source, version_of
 
 from tests.limits import stretched
@@ -47,7 +53,7 @@ def served(root: Path) -> Iterator[Running]:
 
 
 def get(
-    served: Running, path: str, method: str = "GET", **headers: str
+    served: Running | Server, path: str, method: str = "GET", **headers: str
 ) -> tuple[int, bytes, dict[str, str]]:
     """A request for exactly this path, which no library cleans up."""
     connection = http.client.HTTPConnection(
@@ -173,6 +179,43 @@ def test_a_source_that_does_not_answer_is_no_missing_file() -> None:
     with pytest.raises(FolderError, match=r"cannot read http://127.0.0.1:9/weights/v0") as caught:
         source.size("v00000001/manifest.json")
     assert not isinstance(caught.value, MissingError) and "secret" not in str(caught.value)
+
+
+@contextmanager
+def unreadable(folder: Path) -> Iterator[None]:
+    """Nobody may read a folder. The superuser may read any, so this process is another user."""
+    user = os.geteuid()
+    folder.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.seteuid(user)
+        folder.chmod(0o755)
+
+
+def test_a_version_that_cannot_be_read_is_not_taken_for_a_removed_one(tmp_path: Path) -> None:
+    # Other users may not look into the folders of pytest.
+    root = Path(tempfile.mkdtemp(), "source")
+    root.parent.chmod(0o755)
+    publisher = Publisher(root)
+    publisher.publish_chain((1, 2))
+    with Server("127.0.0.1:0", None, FileHandler, root) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        mirror = Mirror(Source(server.url), tmp_path / "local")
+        mirror.prepare_newest()
+        message = "v00000002/manifest.json: ClientResponseError: 500"
+        with unreadable(publisher.folder(2)), pytest.raises(FolderError, match=message) as caught:
+            mirror.prepare_newest()
+        with unreadable(root):
+            assert get(server, "/")[0] == get(server, "/v00000001/config.json")[0] == 500
+        assert get(server, "/")[0] == 200
+        server.shutdown()
+    shutil.rmtree(root.parent)
+    assert not isinstance(caught.value, MissingError)
+    assert mirror.status()["current"] == 2
 
 
 def test_names_of_versions() -> None:
