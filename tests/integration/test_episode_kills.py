@@ -251,6 +251,7 @@ def check_ratio(killed: Run, kills: int) -> None:
     assert ratio <= 1.10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_killed_driver_samples_no_recorded_answer_again(tmp_path: Path) -> None:
     check(tmp_path, steps=4, kills=2, ahead=2, freq_steps=3)

@@ -41,6 +41,7 @@ from tests.ray_helpers import (
 )
 from tests.recover.cli.commands import answer
 from tests.recover.runs import Tiny, make_handler
+from tests.tiers import slow_but
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -220,7 +221,7 @@ def test_a_preempted_job_leaves_with_its_exit_code_and_no_worker_stays() -> None
     assert live_placements() == 0
 
 
-@pytest.mark.parametrize("name", ["load", "loss"])
+@pytest.mark.parametrize("name", slow_but(["load"], ["load", "loss"]))
 def test_sigterm_while_workers_start_or_are_lost_is_a_stop_and_no_failure(
     tmp_path: Path, name: str
 ) -> None:

@@ -171,7 +171,7 @@ MUTATIONS = (
     Mutation(
         "a block that changes weights waits for readers",
         WEIGHT_CHANGES,
-        "    wait_for_readers(model)\n    _CHANGING",
+        "    wait_for_readers(model, of_frozen=True)\n    _CHANGING",
         "    _CHANGING",
         COPIES,
         "weights_may_change_in_a_block_that_says_so",

@@ -150,6 +150,7 @@ def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Place
         group.call_all("add")
 
 
+@pytest.mark.slow
 def test_a_call_that_only_some_ranks_get_ends_the_group(pair: WorkerGroup) -> None:
     unsendable = (threading.Lock(),)
     with pytest.raises(TypeError):
