@@ -9,8 +9,11 @@ has to go on with the same batches.
 
 A stream that a process or a persistent worker keeps may have another order each time that it is
 begun, such as webdataset's ``detshuffle``. So the same is tried in a second epoch, if there is one.
+A stream may also keep its place until the epoch has been read to its end. So the first epoch is
+read to its end before, and if it is a long one, what the second one shows is a warning only.
 
-The copies read up to four batches for each worker and epoch. Nothing changes in this process: the
+The copies read up to four batches for each worker and epoch, and `_REST` of the first one before a
+second. Nothing changes in this process: the
 generators and the positions of open files are restored, and the dataset is never iterated over
 here.
 """
@@ -50,6 +53,8 @@ _ADVICE_ON_EPOCHS = (
     "Give it an attribute epoch that its order depends on, a method set_epoch that sets it, and "
     "workers that end with the epoch, or the number of its epoch in its state_dict"
 )
+_REST = 64
+"""Batches, of the rest of the first epoch."""
 
 
 class _UntriedError(Exception):
@@ -253,6 +258,7 @@ def _first_batches(loader: Any, may_differ: bool, n_epochs: int) -> str | None:
         )
 
     where = ""
+    is_sure = True
     reason = (
         f"the state of {name} lacks samples that it has read ahead, such as a shuffle buffer, so a "
         f"resumed run would lose samples and repeat others. {_ADVICE}"
@@ -262,9 +268,12 @@ def _first_batches(loader: Any, may_differ: bool, n_epochs: int) -> str | None:
     other_seed = seed_at_restart
     if finds_place:
         other_seed = 3
+        is_sure = len(original.read(_REST)) < _REST
         if _finds_place_again(original, loader, n_batches, seed_at_restart):
             return sample_digest(begun)
         where = " in its second epoch"
+        if not is_sure:
+            where += ", begun before the end of the first"
         reason = (
             f"{name} has another order each time that a process begins it, which a restarted one "
             "cannot know, so a run that is resumed in a later epoch would lose samples and repeat "
@@ -279,7 +288,7 @@ def _first_batches(loader: Any, may_differ: bool, n_epochs: int) -> str | None:
         f"a copy of the loader with the state after {n_batches} batches goes on with other "
         f"samples than the loader{where}: {reason}. If that is no harm, set loader.inexact = True"
     )
-    if not may_differ:
+    if is_sure and not may_differ:
         raise ConfigError(message)
     logger.warning(message)
     return sample_digest(begun)

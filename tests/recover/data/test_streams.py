@@ -80,6 +80,20 @@ class Counting(IterableDataset):
         return iter(random.Random(self.n_begun).sample(range(SPEC.dataset_size), SPEC.dataset_size))
 
 
+class KeepingItsPlace(IterableDataset):
+    """A stream that goes on where it was left, and begins again after its end."""
+
+    def __init__(self, size: int = SPEC.dataset_size) -> None:
+        self.at = 0
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.size:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+
 class CountingInState(IterableDataset):
     """The same, with everything that it counts in its state."""
 
@@ -151,6 +165,7 @@ RESUMED: dict[str, Callable[[], Any]] = {
     "no state": lambda: stateful(Numbers()),
     "no state, workers": lambda: stateful(Numbers(), 2, snapshot_every_n_steps=2),
     "no state, shuffled in workers": lambda: stateful(Numbers(shuffled_by_python), 2),
+    "a place that is kept until the end": lambda: stateful(KeepingItsPlace()),
     "another order in each epoch, counted in its state": lambda: stateful(CountingInState()),
     "counted by workers that end with the epoch": lambda: stateful(Counting(), 1),
     "an order of the epoch": lambda: stateful(Told()),
@@ -262,6 +277,14 @@ def test_the_order_of_a_second_epoch_does_not_matter_to_a_run_of_one(
 ) -> None:
     try_stream(stateful(Counting()), n_epochs=1)
     assert not [record for record in caplog.records if record.name.startswith("holdfast")]
+
+
+def test_a_second_epoch_of_a_long_stream_that_goes_on_in_its_middle_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    try_stream(stateful(KeepingItsPlace(1000)))
+    (record,) = [record for record in caplog.records if record.name.startswith("holdfast")]
+    assert "in its second epoch, begun before the end of the first: " in record.getMessage()
 
 
 def test_a_trial_tells_a_stream_its_own_epoch_again() -> None:
