@@ -121,17 +121,15 @@ def check_entries(
             "its own"
         )
 
-    # State in an optimizer inside of a wrapper would be lost, too.
+    # State in an optimizer inside of a wrapper would be lost, too, unless a load reaches it.
     optimizer_name = type(optimizer).__name__
-    for inner in _optimizers_inside(optimizer):
-        for param, entries in inner.state.items():
-            own_entries = optimizer.state.get(param, {})
-            if any(own_entries.get(key) is not value for key, value in entries.items()):
-                raise ConfigError(
-                    f"{optimizer_name} keeps state in an optimizer inside "
-                    f"({type(inner).__name__}), where a checkpoint would miss it; expected all of "
-                    "it in optimizer.state. Use one without others inside: FSDP2 shards its state"
-                )
+    for inner in _optimizers_inside(optimizer, {id(optimizer)}):
+        if inner.state and inner.state is not optimizer.state:
+            raise ConfigError(
+                f"{optimizer_name} keeps state in an optimizer inside ({type(inner).__name__}), "
+                "where a checkpoint would miss it; expected all of it in optimizer.state. Use one "
+                "without others inside: FSDP2 shards its state"
+            )
 
     for name, param, state in _states(optimizer, params):
         odd = [key for key in state if not isinstance(key, str)]
@@ -164,14 +162,18 @@ def check_entries(
                 )
 
 
-def _optimizers_inside(optimizer: Optimizer) -> Iterator[Optimizer]:
+def _optimizers_inside(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
     for value in vars(optimizer).values():
         held = [value]
         if isinstance(value, list | tuple):
             held = list(value)
         elif isinstance(value, Mapping):
             held = list(value.values())
-        yield from (inner for inner in held if isinstance(inner, Optimizer))
+        for inner in held:
+            if isinstance(inner, Optimizer) and id(inner) not in seen:
+                seen.add(id(inner))
+                yield inner
+                yield from _optimizers_inside(inner, seen)
 
 
 def on_meta(param: nn.Parameter) -> nn.Parameter:

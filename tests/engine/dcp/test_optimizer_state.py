@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -243,14 +245,36 @@ def several(kind: type, shares_state: bool) -> DCPState:
     return DCPState(model, optimizer)
 
 
+@pytest.mark.parametrize("shares_state", [False, True])
 @pytest.mark.parametrize("kind", [list, dict])
-def test_state_in_optimizers_inside_of_another_is_refused_unless_that_has_it_too(
-    kind: type, tmp_path: Path
+def test_state_in_optimizers_inside_of_another_is_refused(
+    kind: type, shares_state: bool, tmp_path: Path
 ) -> None:
+    state = several(kind, shares_state)
     with pytest.raises(ConfigError, match=r"Several keeps state in an optimizer inside \(AdamW\)"):
-        save_dcp(tmp_path / "saved", several(kind, False))
+        save_dcp(tmp_path / "saved", state)
+    Accelerator(cpu=True)  # its optimizers need one
+    prepared = DCPState(state.model, AcceleratedOptimizer(state.optimizer))
+    with pytest.raises(ConfigError, match=r"AcceleratedOptimizer keeps state .* \(AdamW\)"):
+        save_dcp(tmp_path / "saved", prepared)
     assert not (tmp_path / "saved").exists()
-    save_dcp(tmp_path / "saved", several(kind, True))
+
+
+def test_an_optimizer_that_shows_the_state_of_one_inside_is_saved_and_loaded(
+    tmp_path: Path,
+) -> None:
+    Accelerator(cpu=True)  # its optimizers need one
+    inner, states = [], []
+    for _ in range(2):
+        model = nn.Linear(4, 3)
+        inner.append(torch.optim.AdamW(model.parameters()))
+        states.append(DCPState(model, AcceleratedOptimizer(inner[-1])))
+    states[0].model(torch.ones(2, 4)).sum().backward()
+    inner[0].step()
+    save_dcp(tmp_path / "saved", states[0])
+    load_dcp(tmp_path / "saved", states[1])
+    first, second = (repr([*optimizer.state.values()]) for optimizer in inner)
+    assert "exp_avg" in first and first == second
 
 
 def _save_zero(rank: int, world_size: int, folder: Path) -> str:
