@@ -124,7 +124,7 @@ class BackgroundSave:
             self._staging.finish()
         # An offload of the frozen base waits for this.
         group = self._background_group
-        with reading_base(model):
+        with reading_base(model, group):
             export(model, path, options, group=group)
 
 

@@ -24,6 +24,8 @@ from ...utils.compat.torch_private import (
     parameters_of,
     replace_members,
 )
+from ...utils.distributed import RankGroup, all_ranks_succeed
+from ...utils.errors import CheckpointWriteError
 from ..hf.dtypes import own_dtypes
 from ..lora.adapters import adapted_layers, transformers_model
 from ..memory.offloaded import weights_on_host
@@ -39,7 +41,8 @@ M = TypeVar("M", bound=nn.Module)
 class _BaseReader(LiveReader):
     """A view that reads frozen parameters of ``model``, with these ids, until its export ends.
 
-    ``lock`` is held while it is exported.
+    ``lock`` is held while it is exported. ``failure`` is why it got no copies, which fails the
+    export and not the training.
     """
 
     reads_frozen = True
@@ -48,6 +51,7 @@ class _BaseReader(LiveReader):
         super().__init__(model)
         self.reads_live = True
         self.lock = Lock()
+        self.failure: Exception | None = None
         self._view = ref(view)
         self._ids = ids
 
@@ -59,7 +63,10 @@ class _BaseReader(LiveReader):
             if view is not None and self.reads_live:
                 named = view.named_parameters()
                 live = {name: param for name, param in named if id(param) in self._ids}
-                _replace_tensors(view, _copies_of(live))
+                try:
+                    _replace_tensors(view, _copies_of(live))
+                except (OSError, RuntimeError) as error:
+                    self.failure = error
             self.reads_live = False
 
 
@@ -137,14 +144,26 @@ def copy_base(view: nn.Module) -> None:
 
 
 @contextmanager
-def reading_base(view: nn.Module) -> Iterator[None]:
-    """Wrap the only export of a `staged_model`. What would change its base waits for the end."""
+def reading_base(view: nn.Module, group: RankGroup) -> Iterator[None]:
+    """Wrap the only export of a `staged_model` on all ranks of ``group``. What would change its
+    base waits for the end.
+
+    Raises:
+        CheckpointWriteError: the base has changed, and there was no memory for a copy.
+        PeerError: so it was on another rank.
+    """
     reader = _base_readers.of(view)
     if reader is None:
         yield
         return
     with reader.lock:
         try:
+            with all_ranks_succeed("reading the frozen base", group):
+                if reader.failure is not None:
+                    raise CheckpointWriteError(
+                        "the frozen base changes while an export waits to be written, and there "
+                        f"is no host memory for a copy of it ({reader.failure})"
+                    ) from reader.failure
             yield
         finally:
             reader.reads_live = False

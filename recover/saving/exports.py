@@ -210,7 +210,7 @@ def write_export(session: "RankSession", holder: Any, folder: str, in_background
         group = session.enter_background()
         with all_ranks_succeed("preparing the export", group):
             session.finish_staging([capture.name])
-    with reading_base(capture.model):
+    with reading_base(capture.model, group):
         capture.write(capture.model, Path(folder), capture.options, group=group)
     session.written()
 

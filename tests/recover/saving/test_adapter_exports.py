@@ -3,6 +3,8 @@ from PeftModels.
 """
 
 import copy
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import SaveLoadMeta
+from holdfast.engine.staging import staged_model
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import exports
-from holdfast.utils.errors import ConfigError
+from holdfast.utils.errors import CheckpointWriteError, ConfigError
 from tests.engine.hf.test_export import _contents, _tokenizer
 from tests.engine.lora.engines import lora_engine, train, write_base
 from tests.engine.models import build_reference, tiny_qwen3
@@ -148,6 +151,29 @@ def test_a_trainer_may_merge_its_adapters_while_their_export_is_written(
     expected.save_pretrained(tmp_path / "theirs")
     found = export(tmp_path, "merged", 1) / "model.safetensors"
     assert found.read_bytes() == (tmp_path / "theirs" / "model.safetensors").read_bytes()
+
+
+def test_an_export_without_memory_for_the_base_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_reference(tiny_qwen3()).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    host = Host(get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])))
+
+    def refuse(tensors: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(staged_model, "host_copies_of", refuse)
+    with handler(tmp_path, "merged", freq_steps=2) as run:
+        run.load(host.engine)
+        for step in range(2):
+            host.step(step)
+        assert run.dump(host.engine, step_info(1))
+        with pytest.raises(CheckpointWriteError, match="no host memory for a copy"):
+            run.wait()
+        host.step(2)
+    assert (tmp_path / "e" / "merged" / "recover" / "global_step_1").exists()
+    assert not export(tmp_path, "merged", 1).exists()
 
 
 def test_adapters_that_cannot_be_merged_are_exported_as_peft_stores_them_or_refused_early(
