@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .launch import launch_environment
 
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
 _SIGEV_SIGNAL = 0
 _TIMER_ABSTIME = 1
@@ -159,9 +160,16 @@ def die_with_parent() -> None:
 
 def die_with_torchrun() -> None:
     """`die_with_parent`, in a rank of torchrun. A torchrun that was killed has not ended its ranks,
-    and they would go on beside those of its successor.
+    and they would go on beside those of its successor. What a rank has started is left alone.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if _RUN_ID not in os.environ:
+        return
+    try:
+        of_parent = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return
+    # torchrun gives its ranks what it does not have itself.
+    if f"{_RUN_ID}=".encode() not in of_parent:
         die_with_parent()
 
 

@@ -1,8 +1,10 @@
-"""The start time of a process is the one of the operating system, not the time of the first
-query.
-"""
+"""The start time of a process, and the processes that end with torchrun."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -16,3 +18,23 @@ def test_the_start_is_what_the_operating_system_says() -> None:
 
 def test_the_start_is_the_same_at_every_call() -> None:
     assert len({process_started_at() for _ in range(100)}) == 1
+
+
+ROOT = Path(__file__).parents[2]
+_RANK = """
+import ctypes, subprocess, sys
+from holdfast.utils.processes import die_with_torchrun
+die_with_torchrun()
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+print(number.value, flush=True)
+if len(sys.argv) == 2:
+    subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[1], "the last one"])
+"""
+
+
+def test_a_rank_ends_with_torchrun_and_what_the_rank_has_started_does_not() -> None:
+    rank = [sys.executable, "-c", _RANK, _RANK]
+    env = os.environ | {"TORCHELASTIC_RUN_ID": "one"}
+    found = subprocess.run(rank, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["9", "0"]
