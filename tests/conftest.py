@@ -103,6 +103,17 @@ def same_folder() -> Iterator[None]:
     assert left == before, "the test has changed the working folder"
 
 
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Take signals back from a recovery handler that a test has not closed."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if type(owner).__module__ == "holdfast.recover.signals" and handler is not None:
+            signal.signal(number, handler)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude imported objects from later garbage collections, because every engine begins and ends
     with one. A process of pytest-xdist also starts the server of `tests.helpers.run_ranks`, before
