@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(120)
 
 LIMIT_S = stretched(30)
 STEPS: dict[str, tuple[Any, str]] = {
-    "remove newer versions": (versions, "_clear"),
+    "remove newer versions": (versions, "clear_from"),
     "compare": (deltas.PublishedCopy, "swap"),
     "encode": (DeltaFile, "add"),
     "write": (DeltaFile, "close"),
@@ -68,6 +68,10 @@ KILLS = [
 ]
 KILLS += [(call, 0, "after") for call in CALLS]
 KILLED = 3
+
+
+def test_all_steps_at_which_a_process_is_killed_exist() -> None:
+    assert [step for step, (owner, name) in STEPS.items() if not hasattr(owner, name)] == []
 
 
 def _kill_at(step: str, when: str) -> None:
