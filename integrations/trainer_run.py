@@ -90,6 +90,7 @@ class TrainerRun:
 
         # The place: the current epoch, and the number of steps before it.
         self._steps_per_epoch = self._batches_per_epoch = self._epoch = self._first_step = 0
+        self._n_epochs = 0
         self._between_epochs = True
         self._owes_epoch = False  # the snapshot after an epoch is due at the next step
         self.is_resuming = self.is_over = False
@@ -99,6 +100,7 @@ class TrainerRun:
         generation.
         """
         self._steps_per_epoch = steps_per_epoch
+        self._n_epochs = n_epochs
         trainer = self._trainer
         tokenizer = trainer.processing_class
         processor = None
@@ -245,14 +247,14 @@ class TrainerRun:
         """Save a snapshot if one is due, after an epoch or when the run stops in its middle.
 
         Gradients of batches that wait for the next step, at the end of a stream, are not in a
-        snapshot: it is saved after that step.
+        snapshot: it is saved after that step. After the last epoch none follows.
         """
         step = self._step()
         if step.global_step < 0:
             return
         control = self._trainer.control
         stops = control.should_training_stop
-        if self._has_gradients and not stops:
+        if self._has_gradients and not stops and self._epoch + 1 < self._n_epochs:
             every = self._config.freq_epochs
             self._owes_epoch |= every is not None and (self._epoch + 1) % every == 0
             return

@@ -1,6 +1,7 @@
 """Messages, refusals and loads of a recoverable Trainer at its start."""
 
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast.utils.errors import (
     CheckpointMismatchError,
     ConfigError,
     DatasetMismatchError,
+    Preempted,
     UnsupportedVersionError,
 )
 
@@ -224,6 +226,9 @@ def test_a_run_with_larger_batches_trains_its_last_epoch_to_the_end(
     assert set(resumed.lr_scheduler.get_last_lr()) == {0.0}
 
 
+EACH_EPOCH = {"freq_steps": None, "freq_epochs": 1, "async_save": False}
+
+
 class Stream(IterableDataset):
     """Five batches of two rows."""
 
@@ -245,7 +250,7 @@ class StopAt(TrainerCallback):
 def test_a_batch_that_waits_for_the_next_epoch_of_a_stream_is_not_lost(tmp_path: Path) -> None:
     options = {
         "rows": Stream(),
-        "recover": {"freq_steps": None, "freq_epochs": 1, "async_save": False},
+        "recover": EACH_EPOCH,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
     }
@@ -258,6 +263,60 @@ def test_a_batch_that_waits_for_the_next_epoch_of_a_stream_is_not_lost(tmp_path:
     resumed.train()
     found, expected = (digest(each.model, each.optimizer) for each in (resumed, untouched))
     assert found == expected
+
+
+class ShortStream(Stream):
+    """A stream that announces a sixth batch, so that its epochs are known before."""
+
+    def __len__(self) -> int:
+        return 12
+
+
+class Steps(TrainerCallback):
+    """Counts the steps of a process, and asks for a stop at the end of an epoch."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.n_trained = 0
+        self._stop_after = stop_after
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.n_trained += 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._stop_after:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+SHORT_STREAM = {
+    "rows": ShortStream(),
+    "recover": EACH_EPOCH,
+    "gradient_accumulation_steps": 2,
+    "max_steps": -1,
+    "num_train_epochs": 3,
+}
+
+
+def test_a_run_whose_last_epoch_leaves_a_batch_is_saved_at_its_end(tmp_path: Path) -> None:
+    make(tmp_path, **SHORT_STREAM).train()
+    assert generations(tmp_path) == ["global_step_4", "global_step_5"]
+    steps = Steps()
+    again = make(tmp_path, callbacks=[steps], **SHORT_STREAM)
+    again.train()
+    assert (steps.n_trained, again.state.global_step) == (0, 6)
+
+
+@pytest.mark.parametrize(("stop_after", "last"), [(4, 4), (6, 5)])
+def test_a_stop_after_an_epoch_that_leaves_a_batch_is_answered(
+    tmp_path: Path, stop_after: int, last: int
+) -> None:
+    unanswered: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: unanswered.append(number))
+    try:
+        with pytest.raises(Preempted):
+            make(tmp_path, callbacks=[Steps(stop_after)], **SHORT_STREAM).train()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert generations(tmp_path)[-1] == f"global_step_{last}" and not unanswered
 
 
 def test_the_loss_of_a_resumed_run_is_the_mean_of_the_steps_that_trainer_says(
