@@ -92,7 +92,6 @@ class TrainerRun:
         self._steps_per_epoch = self._batches_per_epoch = self._epoch = self._first_step = 0
         self._n_epochs = 0
         self._between_epochs = True
-        self._owes_epoch = False  # the snapshot after an epoch is due at the next step
         self.is_resuming = self.is_over = False
 
     def open(self, steps_per_epoch: int, n_epochs: int) -> tuple[int, int] | None:
@@ -256,7 +255,8 @@ class TrainerRun:
         stops = control.should_training_stop
         if self._has_gradients and not stops and self._epoch + 1 < self._n_epochs:
             every = self._config.freq_epochs
-            self._owes_epoch |= every is not None and (self._epoch + 1) % every == 0
+            if every is not None and (self._epoch + 1) % every == 0:
+                self._open_handler._make_due()
             return
         last = self._steps_per_epoch - 1
         if control.should_epoch_stop or not stops or step.epoch_step == last:
@@ -404,8 +404,6 @@ class TrainerRun:
                     if isinstance(value, int | float):
                         numbers[name] = float(value)
                 break
-        force |= self._owes_epoch
-        self._owes_epoch = False
         self._open_handler.dump(self._engines(), step, force=force, metrics=numbers)
 
 

@@ -497,6 +497,12 @@ class RecoverHandler:
             self._saver.linger()
         self.close(wait=failed is None)
 
+    def _make_due(self) -> None:
+        """Make the next step due, for a host whose epoch ended where it could not be saved. Unlike
+        a forced snapshot it may fail.
+        """
+        self._triggers.schedule.owe()
+
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError("the RecoverHandler is closed; make a new one")

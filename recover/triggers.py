@@ -189,6 +189,7 @@ class SnapshotSchedule:
         self._clock = clock
         self._last_s = clock()
         self._last_step: int | None = None
+        self._owed = False
 
     @property
     def is_ever_due(self) -> bool:
@@ -205,6 +206,8 @@ class SnapshotSchedule:
         # Any of the frequencies is enough.
         if step_info.global_step == self._last_step:
             return False
+        if self._owed:
+            return True
         if self._freq_secs is not None and self._clock() - self._last_s >= self._freq_secs:
             return True
         if self._freq_steps is not None and (step_info.global_step + 1) % self._freq_steps == 0:
@@ -214,12 +217,19 @@ class SnapshotSchedule:
             return False
         return (step_info.epoch + 1) % self._freq_epochs == 0
 
+    def owe(self) -> None:
+        """Make every step due until one is marked, because the snapshot that was due could not be
+        taken.
+        """
+        self._owed = True
+
     def mark(self, step_info: StepInfo) -> None:
         """Restart the clock, because the step was restored, or staged: until its commit, all steps
         would be due.
         """
         self._last_s = self._clock()
         self._last_step = step_info.global_step
+        self._owed = False
 
 
 class StopRequests:

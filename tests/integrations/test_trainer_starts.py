@@ -1,5 +1,6 @@
 """Messages, refusals and loads of a recoverable Trainer at its start."""
 
+import errno
 import logging
 import signal
 from pathlib import Path
@@ -18,6 +19,7 @@ from examples.integrations.tiny import digest, sums, tiny_model, tiny_tokenizer
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.integrations.transformers import gaps, recoverable
 from holdfast.recover import RecoverConfig, RecoverHandler
+from holdfast.recover.saving import snapshot as snapshot_saving
 from holdfast.utils.compat import require_attributes
 from holdfast.utils.errors import (
     CheckpointMismatchError,
@@ -317,6 +319,26 @@ def test_a_stop_after_an_epoch_that_leaves_a_batch_is_answered(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert generations(tmp_path)[-1] == f"global_step_{last}" and not unanswered
+
+
+def test_a_snapshot_after_the_first_step_of_the_next_epoch_may_fail_as_any_that_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = snapshot_saving.write_process
+    full = [True]
+
+    def write_when_there_is_room(*args: Any, **kwargs: Any) -> Any:
+        if full:
+            full.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(snapshot_saving, "write_process", write_when_there_is_room)
+    options = {"rows": Stream(), "gradient_accumulation_steps": 2, "recover": EACH_EPOCH}
+    trainer = make(tmp_path, **options)
+    trainer.train()
+    assert trainer.state.global_step == 6 and "No space left on device" in caplog.text
+    assert generations(tmp_path) == ["global_step_4", "global_step_5"]
 
 
 def test_the_loss_of_a_resumed_run_is_the_mean_of_the_steps_that_trainer_says(

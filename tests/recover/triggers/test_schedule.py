@@ -81,6 +81,15 @@ def test_asking_twice_gives_the_same_answer_until_the_step_is_marked() -> None:
             assert not schedule.due(info)
 
 
+def test_a_snapshot_that_is_owed_is_due_until_it_is_marked() -> None:
+    infos = steps(4, steps_per_epoch=10)
+    schedule = SnapshotSchedule(freq_epochs=1)
+    schedule.mark(infos[0])
+    schedule.owe()
+    assert [schedule.due(info) for info in infos] == [False, True, True, True]
+    assert due_steps(schedule, infos[2:]) == [2]
+
+
 def test_a_step_reached_again_after_rolling_back_is_due_again() -> None:
     infos = steps(6, steps_per_epoch=10)
     schedule = SnapshotSchedule(freq_steps=3)
