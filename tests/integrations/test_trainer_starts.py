@@ -1,6 +1,7 @@
 """Messages, refusals and loads of a recoverable Trainer at its start."""
 
 import errno
+import json
 import logging
 import signal
 from pathlib import Path
@@ -28,6 +29,7 @@ from holdfast.utils.errors import (
     Preempted,
     UnsupportedVersionError,
 )
+from tests.integrations.processes import run_job
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -355,6 +357,45 @@ def test_the_loss_of_a_resumed_run_is_the_mean_of_the_steps_that_trainer_says(
     found = resumed.train().training_loss
     said = losses[6:] if hasattr(resumed, "_initial_global_step") else losses
     assert found == pytest.approx(sum(said) / len(said), rel=1e-5)
+
+
+def losses_of_two_ranks(folder: Path) -> None:
+    """Write the losses of each step, and what uninterrupted and resumed runs report."""
+
+    def train(name: str, max_steps: int, logging_steps: int) -> Any:
+        options = {"lr_scheduler_type": "constant", "learning_rate": 1e-2, "ddp_backend": "gloo"}
+        options |= {"max_steps": max_steps, "logging_steps": logging_steps}
+        trainer = make(folder / name, **options)
+        return trainer, trainer.train().training_loss
+
+    # One run logs after it was resumed, the other one does not.
+    untouched, _ = train("every", 8, 1)
+    found: dict[str, Any] = {
+        "losses": [row["loss"] for row in untouched.state.log_history if "loss" in row]
+    }
+    train("logs", 6, 4)
+    found["logs"] = train("logs", 8, 4)[1]
+    _, of_eight = train("unlogged", 8, 100)
+    _, of_six = train("silent", 6, 100)
+    found["own"] = (8 * of_eight - 6 * of_six) / 2
+    trainer, found["silent"] = train("silent", 8, 100)
+    found["is_new"] = hasattr(trainer, "_initial_global_step")
+    if trainer.is_world_process_zero():
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_resumed_run_of_two_ranks_counts_each_step_as_trainer_does(
+    tmp_path: Path,
+) -> None:
+    codes = run_job(losses_of_two_ranks, tmp_path, ranks=2)
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    found = json.loads((tmp_path / "found.json").read_text())
+    if not found["is_new"]:
+        pytest.skip("this Trainer reports the mean of all steps")
+    assert found["logs"] == pytest.approx(sum(found["losses"][6:]) / 2, rel=1e-5)
+    # Without a log Trainer reports the losses of rank 0.
+    assert found["silent"] == pytest.approx(found["own"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
+from ..distributed import gather_numbers
 from . import privates, require
 
 _INIT = "max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
@@ -55,6 +56,7 @@ class TrainerSeam(Trainer):
     """Trainer that calls a `TrainerRun` at each stage. The run exists during ``train``."""
 
     recovery: Any = None
+    _loss_of_others = 0.0  # that the next log adds to the restored loss of this rank
 
     def _init_training_state(
         self,
@@ -67,6 +69,7 @@ class TrainerSeam(Trainer):
         place = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        self._loss_of_others = 0.0
         run = _run_of(self)
         return run.open(num_update_steps_per_epoch, num_train_epochs) or place
 
@@ -102,7 +105,11 @@ class TrainerSeam(Trainer):
             super()._load_rng_state(checkpoint)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        last_logged = self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._globalstep_last_logged != last_logged:
+            self._total_loss_scalar -= self._loss_of_others
+            self._loss_of_others = 0.0
         _run_of(self).step_trained()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -165,7 +172,9 @@ def restore_state(trainer: Any, saved: dict[str, Any]) -> None:
 
 
 def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
-    """Restore everything from `history_of`. Call it in the loop, which has reset its counters."""
+    """Restore everything from `history_of`. All ranks call it, in the loop, which has reset its
+    counters.
+    """
     restore_state(trainer, saved)
     trainer.current_flos = saved["flos"]
     for name in set(_LOGS) & saved.keys():
@@ -174,9 +183,13 @@ def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
             value = value.to(trainer.args.device)
         setattr(trainer, name, value)
 
-    # Newer Trainers report the mean loss of the steps of one `train`, others that of all steps.
+    # Newer Trainers report the mean loss of the steps of one `train`, others that of all steps. A
+    # log counts the mean loss of the ranks, an end without one that of this rank.
     if hasattr(trainer, "_initial_global_step"):
-        trainer._total_loss_scalar = -float(trainer._tr_loss)
+        own = float(trainer._tr_loss)
+        losses = gather_numbers([own])
+        trainer._total_loss_scalar = -own
+        trainer._loss_of_others = sum(loss for (loss,) in losses) / len(losses) - own
 
     # Callbacks of one class are matched in their order.
     left = list(_exportable(trainer))
