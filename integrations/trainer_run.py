@@ -256,7 +256,7 @@ class TrainerRun:
         if self._has_gradients and not stops and self._epoch + 1 < self._n_epochs:
             every = self._config.freq_epochs
             if every is not None and (self._epoch + 1) % every == 0:
-                self._open_handler._make_due()
+                self._open_handler.make_due()
             return
         last = self._steps_per_epoch - 1
         if control.should_epoch_stop or not stops or step.epoch_step == last:

@@ -447,6 +447,15 @@ class RecoverHandler:
         self._triggers.step_begins()
         return saved
 
+    def make_due(self) -> None:
+        """Make the next step due, for a host whose epoch ended where it could not be saved. Every
+        rank calls it.
+
+        Unlike with ``force``, the snapshot may fail or be skipped as any that is due.
+        """
+        self._require_open()
+        self._triggers.schedule.owe()
+
     def wait(self) -> None:
         """Wait until every snapshot and export that `dump` has begun is committed. Every rank calls
         it.
@@ -496,12 +505,6 @@ class RecoverHandler:
         if failed is not None and not issubclass(failed, KeyboardInterrupt):
             self._saver.linger()
         self.close(wait=failed is None)
-
-    def _make_due(self) -> None:
-        """Make the next step due, for a host whose epoch ended where it could not be saved. Unlike
-        a forced snapshot it may fail.
-        """
-        self._triggers.schedule.owe()
 
     def _require_open(self) -> None:
         if self._closed:
