@@ -121,7 +121,9 @@ def test_a_resumed_run_repeats_every_number_of_one_that_went_on(
         if name.startswith("dcp.rng.")
     }
     assert names == {f"rank_{number:05d}" for number in range(n_data)}
-    files = [torch.load(path, weights_only=True) for path in sorted((folder / "state").iterdir())]
+    files = [
+        torch.load(path, weights_only=True) for path in sorted((folder / "state").glob("rank_*.pt"))
+    ]
     shared = {} if n_sharing == 1 else {"ranks_with_same_data": n_sharing}
     assert len(files) == n_ranks and all(
         file.keys() - {"rng", "user"} == shared.keys() for file in files
