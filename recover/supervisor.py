@@ -33,6 +33,7 @@ from ..utils.errors import (
     AttemptEnded,
     ClusterLost,
     ConfigError,
+    Preempted,
     RetriesExhausted,
     Terminated,
     WorkerLost,
@@ -366,6 +367,8 @@ class _Sigterm:
         """Raise `Terminated` again, of which calls of Ray make a ``SystemExit(1)``."""
         try:
             yield
+        except Preempted:
+            raise  # a handler has answered a later signal
         except SystemExit:
             if self._came:
                 raise Terminated(_TERMINATED) from None

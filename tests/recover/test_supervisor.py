@@ -25,6 +25,7 @@ from holdfast.utils.errors import (
     FolderInUseError,
     Preempted,
     RetriesExhausted,
+    Terminated,
     WorkerLost,
 )
 from tests.limits import stretched, wait_until
@@ -253,6 +254,17 @@ def test_sigterm_while_workers_start_or_are_lost_is_a_stop_and_no_failure(
     assert signal.getsignal(signal.SIGTERM) == rays
     found = answer("status", config.trial_root, code=75)
     assert found["why"].endswith("stopped as asked: SIGTERM")
+
+
+def test_a_stop_keeps_its_code_after_the_job_has_caught_sigterm() -> None:
+    def job(attempt: Attempt) -> None:
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: False)
+        raise Preempted("SIGUSR1")
+
+    with pytest.raises(Preempted, match="SIGUSR1"):
+        Supervisor().run(job)
 
 
 _SECOND_JOB = """
