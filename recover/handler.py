@@ -253,7 +253,7 @@ class RecoverHandler:
 
     def _load(self, ranks: Ranks, dataloader: Stateful | None) -> RecoverInfo | None:
         started = time.monotonic()
-        die_with_torchrun()  # an engine of ours has done it, those of other trainers have not
+        die_with_torchrun()  # engines of other trainers have not done it
         position = Position(ranks, has_data=dataloader is not None)
 
         # Refuse what could not be saved or resumed, before anything is restored.

@@ -159,8 +159,8 @@ def die_with_parent() -> None:
 
 
 def die_with_torchrun() -> None:
-    """`die_with_parent`, in a rank of torchrun. A torchrun that was killed has not ended its ranks,
-    and they would go on beside those of its successor. What a rank has started is left alone.
+    """Let this rank end when its torchrun is killed (see `die_with_parent`). Otherwise it would run
+    beside the ranks of the next start. A process that a rank has started is not affected.
     """
     if _RUN_ID not in os.environ:
         return

@@ -287,7 +287,7 @@ def _read(
 
 
 def _check_config(folder: Path, model: PreTrainedModel) -> None:
-    """Compare what the config of a folder says about its adapters with those of the model."""
+    """Compare the config of a folder's adapters with the adapters of the model."""
     # installed, because the model has its layers
     from peft import LoraConfig, PeftConfig
     from peft.utils.other import get_pattern_key

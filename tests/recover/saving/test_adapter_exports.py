@@ -125,12 +125,17 @@ def test_a_peft_model_is_exported_in_both_forms_as_it_was_while_it_trains_on(
         )
 
 
+def host_on_base(folder: Path) -> Host:
+    """A host with adapters on a base in ``folder``."""
+    build_reference(tiny_qwen3()).save_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    return Host(get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])))
+
+
 def test_a_trainer_may_merge_its_adapters_while_their_export_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_reference(tiny_qwen3()).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    host = Host(get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])))
+    host = host_on_base(tmp_path / "base")
     merged, write = threading.Event(), exports.write_hf
 
     def held(*args: Any, **kwargs: Any) -> None:
@@ -156,9 +161,7 @@ def test_a_trainer_may_merge_its_adapters_while_their_export_is_written(
 def test_an_export_without_memory_for_the_base_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_reference(tiny_qwen3()).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    host = Host(get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])))
+    host = host_on_base(tmp_path / "base")
 
     def refuse(tensors: Any) -> Any:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
