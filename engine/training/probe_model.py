@@ -21,6 +21,7 @@ from ...utils.distributed import collective_broke, get_rank
 from ..memory.tensors import local_tensor, reshard
 from .meshes import is_cut
 from .rotary import fix_frequencies
+from .sharding import embedding_group
 from .tensor_parallel import cut_over_ranks, tensor_mesh_of
 from .unsharded import unsharded_class
 from .weights import compute_buffers, give_memory
@@ -112,14 +113,18 @@ class Twins:
             cut_over_ranks(twin, self._tensor_mesh)
 
         # The twin's modules are sharded as those of the model, children first, as fully_shard
-        # requires.
+        # requires. The class of the input embedding may be that of others, too.
         mesh = fsdp_mesh_of(self.model)
+        embedding = embedding_group(self.model)
         sharded = set()
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule) and module is not embedding:
                 sharded.add(unsharded_class(module).__name__)
+        own_embedding = None
+        if isinstance(embedding, FSDPModule):
+            own_embedding = embedding_group(twin)
         for module in reversed(list(twin.modules())):
-            if type(module).__name__ in sharded:
+            if type(module).__name__ in sharded or module is own_embedding:
                 fully_shard(module, mesh=mesh)
         # Buffers that only a checkpoint can fill.
         for name in give_memory(twin, computed, self.device):

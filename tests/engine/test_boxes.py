@@ -121,7 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("boxes")
     for name in MODELS:
         config: Any = tiny_config(name)
-        config.vocab_size, config.num_attention_heads, config.num_key_value_heads = 16, 4, 4
+        config.vocab_size, config.num_attention_heads, config.num_key_value_heads = 512, 4, 4
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
     return root

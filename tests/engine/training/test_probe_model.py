@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GPT2Config,
     HunYuanMoEV1Config,
     LlamaConfig,
@@ -31,6 +32,7 @@ from holdfast.engine.training.weights import give_memory
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.hf_models import sharded
 from tests.engine.models import build_reference, tiny_qwen3, tiny_qwen3_moe, write_model_folder
+from tests.engine.seeing import config_of
 from tests.engine.test_fsdp_engine import make_batch, make_engine, reference
 from tests.helpers import run_ranks
 
@@ -188,6 +190,23 @@ def _under_tensor_parallelism(rank: int, world_size: int) -> list[str]:
 def test_a_twin_of_a_model_under_tensor_parallelism_is_sharded_over_its_fsdp_mesh() -> None:
     for found in run_ranks(_under_tensor_parallelism, 4):
         assert set(found) == {"('fsdp',) (Shard(dim=0),)"}
+
+
+def _units(rank: int, world_size: int) -> list[list[str]]:
+    model = AutoModelForImageTextToText.from_config(config_of("glm4v"), dtype=torch.float32)
+    fully_shard(model.get_input_embeddings())
+    sharded(model)
+    with torch.no_grad(), Twins(model, CPU).of(model.config, torch.float32) as twin:
+        return [
+            [name for name, module in each.named_modules() if isinstance(module, FSDPModule)]
+            for each in (model, twin)
+        ]
+
+
+def test_a_twin_shards_no_other_embedding_than_its_model_does() -> None:
+    ((of_model, of_twin),) = run_ranks(_units, 1)
+    assert "model.language_model.embed_tokens" in of_model
+    assert of_twin == of_model
 
 
 @contextmanager
