@@ -62,7 +62,7 @@ test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most ki
 	$(PYTEST) $(BY_FILE)
 
 test-slow: $(INSTALLED)  ## Run the others: hangs, whole jobs, more cases of each kind, a quick benchmark. PART=2/6: the second of six parts
-	HOLDFAST_TEST_PART=$(PART) $(PYTEST) $(ONE_BY_ONE) -m slow
+	$(PYTEST) $(ONE_BY_ONE) -m slow $(if $(PART),--part=$(PART))
 
 test-verl: $(VERL_INSTALLED)  ## Run the tests against verl's own classes and its SFT trainer, in an environment of its own
 	$(VERL_VENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_verl.py tests/integrations/test_verl_retention.py \

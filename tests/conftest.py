@@ -19,9 +19,6 @@ from tests.tiers import part_of
 
 SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
 
-PART = os.environ.get("HOLDFAST_TEST_PART")
-"""Part of the tests to run, such as ``2/6``. None or "": all."""
-
 pytest_plugins = [
     "tests.faults.tally",
     *(["tests.simulated_cuda.reports"] if SIMULATED_DEVICES else []),
@@ -49,6 +46,11 @@ if SIMULATED_DEVICES:  # this process, too
     from tests.simulated_cuda.device import install
 
     install()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--part``. It is no variable: a test that starts pytest would hand that on."""
+    parser.addoption("--part", help="run one of equal parts, 2/6 say for the second of six")
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be off
@@ -87,8 +89,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(stretched(limit_s)), append=False)
         longest[item.path] = max(longest[item.path], limit_s)
     items.sort(key=lambda item: -longest[item.path])
-    if PART:
-        chosen = part_of(items, PART)
+    part = config.getoption("part")
+    if part:
+        chosen = part_of(items, part)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
 

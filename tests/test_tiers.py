@@ -1,5 +1,9 @@
 """Parts of a tier."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.tiers import part_of
@@ -15,5 +19,19 @@ def test_the_parts_of_a_tier_are_about_equal_and_hold_each_test_once() -> None:
 
 @pytest.mark.parametrize("text", ["0/6", "7/6", "2", "a/b", "-1/6", "1/0", "1/6/2"])
 def test_what_is_no_part_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"HOLDFAST_TEST_PART is '{text}'; expected a part"):
+    with pytest.raises(ValueError, match=f"--part is '{text}'; expected a part"):
         part_of([], text)
+
+
+def collected(*options: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", __file__, *options]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_pytest_runs_one_part_of_its_tests_and_a_session_without_the_option_all() -> None:
+    every = collected()
+    assert collected("--part=2/3") == every[1::3]

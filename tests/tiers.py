@@ -29,5 +29,5 @@ def part_of(tests: Sequence[T], text: str) -> Sequence[T]:
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"HOLDFAST_TEST_PART is {text!r}; expected a part of all tests, 2/6 say")
+        raise ValueError(f"--part is {text!r}; expected a part of all tests, 2/6 say")
     return tests[int(found[1]) - 1 :: int(found[2])]
