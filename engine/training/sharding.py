@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from ..config import TrainEngineConfig
 from ..memory.per_model import PerModel
 from .model import COMPUTE_DTYPES
 from .overlap import set_overlap
+from .tensor_parallel import tensor_mesh_of
 
 zero_filled = PerModel[set[nn.Parameter]](
     "zero_filled",
@@ -40,13 +41,18 @@ def shard_model(
     options = fsdp_options(config, mesh)
     embedding = embedding_group(model)
 
+    # FSDP2 warns of outputs that are views: what the ranks have summed of a cut embedding, and the
+    # values of a head with a bias.
+    if embedding is not None and tensor_mesh_of(model) is not None:
+        embedding.register_forward_hook(_copy_hidden)
+    if config.is_critic:
+        model.register_forward_hook(_copy_values)
+
     # Inner blocks first, as `fully_shard` requires.
     for module in reversed(list(model.modules())):
         in_group = isinstance(module, blocks) or module is embedding
         if in_group and not isinstance(module, FSDPModule):
             fully_shard(module, **options)
-    if config.is_critic:
-        model.register_forward_hook(_copy_values)
     fully_shard(model, **options)
     set_overlap(model, config.fsdp)
 
@@ -58,8 +64,11 @@ def shard_model(
                 fill_missing_gradients(module, filled)
 
 
+def _copy_hidden(embedding: nn.Module, args: Any, hidden: Tensor) -> Tensor:
+    return hidden.clone()
+
+
 def _copy_values(model: nn.Module, args: Any, output: Any) -> Any:
-    # The values of a head with a bias are a view of its product, and FSDP2 warns of views.
     output.logits = output.logits.clone()
     return output
 

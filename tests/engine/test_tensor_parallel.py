@@ -2,6 +2,7 @@
 
 import gc
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -129,6 +130,7 @@ def check_step(
 
 
 def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str) -> None:
+    warnings.filterwarnings("error", "FSDP2-wrapped module")
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = make_batch()
     engine = engine_on(folder, mesh, sync, optimizer=SGD, gradient_checkpointing=sync == "last")
