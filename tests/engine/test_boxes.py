@@ -275,7 +275,7 @@ def check(folder: Path, out: Path, saved_by: list[str], loaded_by: list[str]) ->
         )
     torch.save(saved, out / "saved.pt")
     for ranks, names in by_ranks(loaded_by, layouts).items():
-        run_ranks(_loads, ranks, folder, out, names)
+        run_ranks(_loads, ranks, folder, out, names, timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +289,7 @@ def test_checkpoints_of_a_mesh_load_into_shards_and_back(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # 300 loads
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_of_every_mesh_load_into_every_mesh(
     folders: Path, tmp_path: Path, name: str
