@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TypeVar
+from typing import Self
 
 from ...utils.config import require_range
 from ...utils.errors import ConfigError, HoldfastError, RolloutError
@@ -37,8 +36,6 @@ from .spec import ServerSpec
 from .watched import ProcessState, WatchedProcess, WatchedServer
 
 logger = get_logger(__name__)
-
-K = TypeVar("K", bound="ServerKeeper")
 
 _STEP_S = 0.2
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -101,16 +98,11 @@ class ServerKeeper:
         self._closed.set()
         self._keeper.join()
 
-    def __enter__(self: K) -> K:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # `ServerSource`
