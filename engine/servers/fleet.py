@@ -58,7 +58,6 @@ from .fleet_member import (
     published_folder,
     require_support,
 )
-from .prober import fall_asleep, look_after, note_silence
 from .sleep import KV_CACHE, TAGS
 from .stream import BucketReader, WeightStream
 
@@ -338,8 +337,9 @@ class ServerFleet(Generic[S]):
                 members = self._members
                 for member in members:
                     member.rest(TAGS, level)
-            put_to_sleep = partial(fall_asleep, timeout_s=timeout_s)
-            failed = self._command(members, put_to_sleep, "sleep", timeout_s)
+            failed = self._command(
+                members, lambda member: member.fall_asleep(timeout_s), "sleep", timeout_s
+            )
             self._wake_prober()
 
         # A server that is down has no memory.
@@ -685,9 +685,9 @@ class ServerFleet(Generic[S]):
                 self._follow_source(self._source)
             members = self._members
             for member in members:
-                note_silence(member)
+                member.note_silence()
             for member in members:  # on threads, because a server may not answer
-                look = partial(look_after, member, self._probe_interval_s or 0.0)
+                look = partial(member.look_after, self._probe_interval_s or 0.0)
                 on_daemon_thread(look, f"prober of {member.name}")
 
 

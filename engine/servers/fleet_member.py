@@ -1,6 +1,7 @@
 """`FleetMember`: the state of one server of a fleet, its wanted weights, and the last report on it.
 
-The fleet decides what a server is told and when. A member notes what the server answered.
+The fleet decides what a server is told and when. A member notes what the server answered. When the
+prober of the fleet looks after it, it has the server load the wanted weights, or sleep again.
 
 The publisher's thread and the prober's thread both update a server. Each holds the member's lock
 until the server has answered, however long that takes. So a server has one update at a time, and
@@ -11,7 +12,7 @@ weights are still the wanted ones and their folder is unchanged.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -37,6 +38,7 @@ from .api import (
     weights_label,
 )
 from .client import ServerClient
+from .sleep import TAGS
 from .stream import BucketReader
 
 logger = get_logger(__name__)
@@ -47,6 +49,11 @@ STOP_LOOK_S = 0.2
 """How often a wait looks for a request to stop the job."""
 ABOUT_TO_SLEEP = "it is about to sleep"
 """Error of a server that should sleep, until the command to sleep has reached it."""
+
+# A server is gone if a status request takes longer. A busy server may take some seconds.
+_SILENCE_S = 10.0
+_LONGEST_PAUSE_S = 300.0
+"""Longest pause between failed loads, and time limit of commands to sleep."""
 
 
 @dataclass(frozen=True)
@@ -135,16 +142,16 @@ class FleetMember(Generic[S]):
 
         # Sleep.
         self.resting: tuple[str, ...] = ()  # parts that should sleep
-        self.sleep_level = 1
-        self.sleeps = False  # whether it was put to sleep since the last `rest`
+        self._sleep_level = 1
+        self._sleeps = False  # whether it was put to sleep since the last `rest`
         self._slept_with: PublishedFolder | None = None  # confirmed when it was put to sleep
 
         # Failed loads of the wanted version, and the problem that was logged last.
-        self.failures = 0
-        self.failed_at = 0.0
+        self._failures = 0
+        self._failed_at = 0.0
         self._logged: frozenset[str] = frozenset()
 
-        self.asked_at: float | None = None  # start of the status request that runs
+        self._asked_at: float | None = None  # start of the status request that runs
 
     @property
     def serves(self) -> bool:
@@ -203,7 +210,7 @@ class FleetMember(Generic[S]):
         with self.changed:
             self.wanted = folder
             self._logged = frozenset()
-            self.failures = 0
+            self._failures = 0
             if folder is not None:
                 self.resting = ()
             elif self.serves:
@@ -224,9 +231,9 @@ class FleetMember(Generic[S]):
             self._slept_with = self.confirmed or self._slept_with
             self.confirmed = None
             self.resting = tuple(tags)
-            self.sleep_level = level
-            self.sleeps = False
-            self.failures = 0
+            self._sleep_level = level
+            self._sleeps = False
+            self._failures = 0
             if self.serves:
                 self.note(ServerState.ASLEEP, ABOUT_TO_SLEEP, self.report.label)
 
@@ -236,14 +243,6 @@ class FleetMember(Generic[S]):
     def missed_no_update(self) -> bool:
         """Whether the server should answer the next update, because it missed none."""
         return self.wanted is None or self.report.state in (ServerState.SERVING, ServerState.ASLEEP)
-
-    def retry_at(self, pause_s: float, longest_pause_s: float) -> float:
-        """Time of the next load. The pause begins after the second failure, and doubles with
-        each.
-        """
-        if self.failures <= 1:
-            return 0.0
-        return self.failed_at + min(pause_s * 2.0 ** (self.failures - 2), longest_pause_s)
 
     # Talking to the server. The caller holds `busy`, but not for a status request.
 
@@ -295,20 +294,121 @@ class FleetMember(Generic[S]):
         finally:
             self._note_commanded(error)
 
-    def ask(self, error: str | None = None) -> ServerStatus | None:
+    def fall_asleep(self, timeout_s: float) -> None:
+        """Have the server sleep. Raises as `command` does."""
+        self.command(lambda server: server.sleep(self._sleep_level), timeout_s)
+        self._sleeps = True
+
+    def _ask(self, error: str | None = None) -> ServerStatus | None:
         """Ask for the status. Without an answer, note the server as gone because of ``error`` or
         the error here. None also if it is no `ObservableServer`.
         """
         if not isinstance(self.server, ObservableServer):
             return None
-        self.asked_at = time.monotonic()
+        self._asked_at = time.monotonic()
         try:
             return self.server.status()
         except Exception as unanswered:  # the report holds the errors of the prober
             self.note(ServerState.GONE, error or _describe(unanswered))
             return None
         finally:
-            self.asked_at = None
+            self._asked_at = None
+
+    # What the prober does: have the server load the weights that it should serve, or put it to
+    # sleep again.
+
+    def note_silence(self) -> None:
+        """Note the server as gone if a status request has taken too long."""
+        with self.changed:
+            if self._asked_at is None:
+                return
+            silent_s = time.monotonic() - self._asked_at
+            if silent_s >= _SILENCE_S:
+                self.note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
+
+    def look_after(self, retry_s: float) -> None:
+        """Have the server load the wanted weights if it serves others, or sleep if it should. Do
+        nothing during another update.
+        """
+        if not self.busy.acquire(blocking=False):
+            return
+        try:
+            folder = self.wanted
+            if self.resting:
+                self._look_after_sleeper()
+            elif folder is not None and self._needs_load(folder) and folder.on_disk:
+                # The status request took a while, in which the publisher may have decided
+                # otherwise.
+                still_wanted = self.wanted is folder and not self.resting
+                if still_wanted and time.monotonic() >= self._retry_at(retry_s):
+                    self.load(folder)
+        finally:
+            self.busy.release()
+
+    def _look_after_sleeper(self) -> None:
+        if self.report.error == ABOUT_TO_SLEEP:  # the command is on its way
+            return
+        status = self._ask()
+        if status is None:
+            return
+        whole = self.resting == TAGS
+        if not set(self.resting) <= set(status.asleep):
+            self._note_unready(status, "it was restarted while it should sleep")
+        elif self._sleeps or not whole:
+            self._note_unready(status, None)
+            return
+
+        # Also if it said before that it sleeps, and then failed to.
+        if whole:
+            with suppress(Exception):  # the report has it
+                self.fall_asleep(_LONGEST_PAUSE_S)
+
+    def _needs_load(self, folder: PublishedFolder) -> bool:
+        if not isinstance(self.server, ObservableServer):
+            return not self.serves
+        status = self._ask()
+        if status is None:
+            self._failures = 0  # the server may have been restarted
+            return False
+
+        # The label alone proves nothing: the load may have failed afterwards, or another job may
+        # publish.
+        with self.changed:
+            if self.confirmed is folder and status == ServerStatus(folder.label, paused=False):
+                self._confirm(folder)
+                return False
+            if self.resting:
+                return False
+
+        # The error of a failed load is more specific than what the server says.
+        problem = self._seen_problem(folder, status)
+        if self._failures and self.report.error:
+            problem = self.report.error
+        self._note_unready(status, problem)
+        return True
+
+    def _seen_problem(self, folder: PublishedFolder, status: ServerStatus) -> str:
+        seen = f"it serves {status.label or 'other weights'}"
+        if status.asleep:
+            seen = "it sleeps"
+        elif status.paused:
+            seen = "it is paused"
+
+        other_label = status.label not in (None, folder.label)
+        if other_label and not status.paused and self.confirmed is folder:
+            seen += (
+                f", published by somebody else since it confirmed {folder.label}; let one job "
+                "publish to a server"
+            )
+        return seen
+
+    def _retry_at(self, pause_s: float) -> float:
+        """Time of the next load. The pause begins after the second failure, and doubles with
+        each.
+        """
+        if self._failures <= 1:
+            return 0.0
+        return self._failed_at + min(pause_s * 2.0 ** (self._failures - 2), _LONGEST_PAUSE_S)
 
     # Notes of the answers of the server.
 
@@ -319,9 +419,9 @@ class FleetMember(Generic[S]):
                 self.note(ServerState.BEHIND, problem, folder.label)
                 return
             self._answered = folder
-            self.failures = 0
+            self._failures = 0
             if not self.resting:
-                self.confirm(folder)
+                self._confirm(folder)
 
     def _note_failed_load(self, folder: PublishedFolder, error: Exception) -> None:
         text = _describe(error)
@@ -329,8 +429,8 @@ class FleetMember(Generic[S]):
         with self.changed:
             if self.wanted is folder:
                 self._answered = folder
-                self.failures += 1
-                self.failed_at = time.monotonic()
+                self._failures += 1
+                self._failed_at = time.monotonic()
             state = ServerState.BEHIND
             if isinstance(error, WorkerLost):
                 state = ServerState.GONE
@@ -338,18 +438,18 @@ class FleetMember(Generic[S]):
                 state = self.report.state  # until the status request below
             self.note(state, text)
 
-        status = self.ask(text)
+        status = self._ask(text)
         if status is not None:
-            self.note_unready(status, text)
+            self._note_unready(status, text)
 
     def _note_commanded(self, error: str | None) -> None:
         if not isinstance(self.server, ObservableServer):
             sleeps = self.resting and error is None
             self.note(ServerState.ASLEEP if sleeps else ServerState.BEHIND, error)
             return
-        status = self.ask(error)
+        status = self._ask(error)
         if status is not None and not self._note_kept(status):
-            self.note_unready(status, error)
+            self._note_unready(status, error)
 
     def _note_kept(self, status: ServerStatus) -> bool:
         """Note that it serves if it woke up with the wanted weights, which it had confirmed before
@@ -361,10 +461,10 @@ class FleetMember(Generic[S]):
                 return False
             if status != ServerStatus(folder.label, paused=False):
                 return False
-            self.confirm(folder)
+            self._confirm(folder)
             return True
 
-    def confirm(self, folder: PublishedFolder) -> None:
+    def _confirm(self, folder: PublishedFolder) -> None:
         """Note that the server serves the wanted weights. The caller holds ``changed``."""
         self.confirmed = folder
         self.note(ServerState.SERVING, None, folder.label)
@@ -377,7 +477,7 @@ class FleetMember(Generic[S]):
             if self.wanted is folder and self._answered is not folder:
                 self.note(state, error)
 
-    def note_unready(self, status: ServerStatus, error: str | None) -> None:
+    def _note_unready(self, status: ServerStatus, error: str | None) -> None:
         """Note the state of a server that must not generate."""
         state = ServerState.BEHIND
         if status.asleep:

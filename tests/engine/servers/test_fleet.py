@@ -9,8 +9,7 @@ from threading import Barrier, Event
 import pytest
 
 from holdfast.engine.hf.versions import delete_old, published_versions
-from holdfast.engine.servers import ServerFleet
-from holdfast.engine.servers import prober as prober_module
+from holdfast.engine.servers import ServerFleet, fleet_member
 from holdfast.engine.servers.api import (
     InferenceServer,
     ObservableServer,
@@ -222,7 +221,7 @@ def test_a_right_label_is_not_believed_after_a_failed_update(
 def test_a_server_that_hangs_is_gone_until_it_answers(
     tmp_path: Path, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prober_module, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(fleet_member, "_SILENCE_S", 0.1)
     server, awake = ScriptedServer(), Event()
     fleet = make_fleet(server)
     fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)

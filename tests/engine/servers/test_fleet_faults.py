@@ -136,7 +136,7 @@ def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
 def test_the_prober_catches_up_with_a_server_that_comes_back(
     does: str, fakes: list[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.engine.servers.prober._SILENCE_S", 0.3)
+    monkeypatch.setattr("holdfast.engine.servers.fleet_member._SILENCE_S", 0.3)
     folder = write_published(tmp_path / "w", 1)
     with closing(ServerFleet(clients(fakes), probe_interval_s=0.05)) as fleet:
         fleet.update(folder, 1, LIMIT_S)

@@ -24,7 +24,6 @@ from holdfast.engine.servers.api import (
     weights_label,
 )
 from holdfast.engine.servers.http import Calls
-from holdfast.engine.servers.prober import look_after
 from holdfast.engine.servers.sleep import DROPPED, KV_CACHE, TAGS, WEIGHTS, Sleep
 from holdfast.utils.errors import (
     BusyServerError,
@@ -652,5 +651,5 @@ def test_a_server_that_an_update_keeps_busy_is_not_taken_for_asleep(tmp_path: Pa
         assert states(fleet) == ["gone"]
         member.busy.release()
         wait_until(lambda: server.asleep == () or states(fleet) == ["asleep"])
-        look_after(member, 0.0)
+        member.look_after(0.0)
         assert states(fleet) == ["asleep"] and server.asleep == TAGS
