@@ -21,6 +21,12 @@ S_co = TypeVar("S_co", bound="InferenceServer", covariant=True)
 StopReason = Literal["stop", "length"]
 """Reason for the end of a response: a stop token, or ``max_new_tokens``."""
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+"""Parts of a server's memory, in the order in which they wake up. The names are those of vLLM and
+SGLang.
+"""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class ServerStatus:
     label: str | None
 
     paused: bool  # whether the server holds requests back
-    asleep: tuple[str, ...] = ()  # the parts of its memory that sleep: ``weights`` and ``kv_cache``
+    asleep: tuple[str, ...] = ()  # the parts of its memory that sleep, of `TAGS`
 
 
 # What a server can do. A client has the methods of each protocol that its server supports.
@@ -197,7 +203,7 @@ class SleepingServer(InferenceServer, Protocol):
         """Free the memory of weights and KV cache. Level 2 does not keep the weights."""
         ...
 
-    def wake_up(self, tags: Collection[str] = ("weights", "kv_cache")) -> None:
+    def wake_up(self, tags: Collection[str] = TAGS) -> None:
         """Take back memory. An update of the weights takes back the rest."""
         ...
 

@@ -42,6 +42,7 @@ from .adapters import (
     read_facts,
 )
 from .api import (
+    TAGS,
     GenerationHyperparameters,
     ModelRequest,
     ModelResponse,
@@ -71,8 +72,7 @@ from .content_check import (
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, readable, require_server_url
 from .routes import START, with_routes
-from .server_calls import SleepingCalls
-from .sleep import TAGS, Sleep
+from .server_calls import Sleep, SleepingCalls
 from .stream import BucketReader
 
 logger = get_logger(__name__)

@@ -14,9 +14,9 @@ from ...utils.config import require_choice
 from ...utils.distributed import all_ranks_succeed, rank_zero_decides_slowly
 from ...utils.errors import ConfigError
 from ..api import WeightUpdateMeta
+from .api import WEIGHTS
 from .fleet import ServerFleet
 from .publish import PublishedWeights
-from .sleep import WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from ...utils.logging import get_logger
 from ...utils.stopping import require_no_stop
 from ...utils.threads import on_daemon_thread
 from .api import (
+    KV_CACHE,
+    TAGS,
     ServerReport,
     ServerSource,
     ServerState,
@@ -58,7 +60,6 @@ from .fleet_member import (
     published_folder,
     require_support,
 )
-from .sleep import KV_CACHE, TAGS
 from .stream import BucketReader, WeightStream
 
 logger = get_logger(__name__)

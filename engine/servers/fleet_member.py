@@ -27,6 +27,7 @@ from ...utils.stopping import require_no_stop
 from ...utils.timing import timed
 from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import (
+    TAGS,
     AdapterServer,
     DistributedServer,
     InferenceServer,
@@ -38,7 +39,6 @@ from .api import (
     weights_label,
 )
 from .client import ServerClient
-from .sleep import TAGS
 from .stream import BucketReader
 
 logger = get_logger(__name__)

@@ -1,18 +1,56 @@
 """`ServerCalls`: the HTTP calls of one kind of server. `SleepingCalls` and `ServerClient` make
 operations of them.
+
+Sleep: a server frees the memory of its GPUs for other programs, such as the trainer, and takes
+it back later. The server's own label says which parts sleep, and which weights it had. So another
+process knows it too, after the one that put the server to sleep was killed. Each step is safe to
+repeat on vLLM, from any point at which it was cut off. SGLang dies if a step is repeated, so its
+label also says that a step is under way. After a kill there, the server has to be restarted.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from .adapters import AdapterFacts
-from .api import ModelRequest, ModelResponse
+from .api import KV_CACHE, TAGS, WEIGHTS, ModelRequest, ModelResponse
 from .groups import SenderGroup
 from .http import Calls, Json
-from .sleep import DROPPED, KV_CACHE, TAGS, WEIGHTS, Sleep
 from .stream import BucketReader
+
+DROPPED = "no weights"
+"""Label of weights that were not kept, or may be in pieces."""
+NO_MEMORY = "it goes on sleeping: is the memory that it needs free, and what does its log say?"
+_LABEL = re.compile(r"(.*) \(asleep: (.*?)(\??)\)")
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """The sleeping parts of a server and the label of its weights, as its own label says."""
+
+    tags: tuple[str, ...]
+    weights: str
+
+    # whether memory is being freed or taken back: some of these parts may be awake
+    changing: bool = False
+
+    @classmethod
+    def read(cls, label: str) -> "Sleep":
+        """Read a label. Without a note of sleep, nothing sleeps."""
+        found = _LABEL.fullmatch(label)
+        if found is None:
+            return cls((), label)
+        weights, tags, changing = found.groups()
+        return cls(tuple(tags.split(", ")), weights, bool(changing))
+
+    @property
+    def label(self) -> str:
+        """The label with this note. Its version is the version of the weights."""
+        mark = "?" if self.changing else ""
+        return f"{self.weights} (asleep: {', '.join(self.tags)}{mark})"
 
 
 class ServerCalls(ABC):

@@ -26,14 +26,14 @@ import numpy as np
 
 from ...utils.errors import PoisonedServerError, PublishError, ServerError
 from ..hf.versions import published_file
-from .api import ModelRequest, ModelResponse
+from .api import KV_CACHE, ModelRequest, ModelResponse
 from .client import ServerClient
 from .completions import adapter_spans, response_of
 from .content_check import ExpectedAnswer
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .routes import RoutedLayers, decode_flat
-from .sleep import KV_CACHE, NO_MEMORY, Sleep
+from .server_calls import NO_MEMORY, Sleep
 from .stream import BucketReader
 from .whole_folders import require_whole
 

@@ -37,13 +37,13 @@ import numpy as np
 from ...utils.config import require_choice
 from ...utils.errors import PoisonedServerError, PublishError
 from .adapters import AdapterFacts
-from .api import ModelRequest, ModelResponse
+from .api import KV_CACHE, WEIGHTS, ModelRequest, ModelResponse
 from .client import NO_LABEL, ServerClient
 from .completions import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .routes import decode_file
-from .sleep import DROPPED, KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
+from .server_calls import DROPPED, NO_MEMORY, Sleep
 from .stream import BucketReader
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"

@@ -9,8 +9,14 @@ import pytest
 
 from holdfast.engine.api import UpdateType
 from holdfast.engine.servers import ServerFleet, SGLangServer, colocated
-from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
-from holdfast.engine.servers.sleep import KV_CACHE, TAGS, WEIGHTS
+from holdfast.engine.servers.api import (
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    ServerState,
+    ServerStatus,
+    weights_label,
+)
 from holdfast.utils.errors import BusyServerError
 from tests.live.trainer import Trainer, sample, sample_later, small_buckets
 from tests.live_sglang.checks import TOLERANCE, assert_serves

@@ -15,8 +15,7 @@ from holdfast_weights.manifest import check_folder
 
 from holdfast.engine.hf.versions import holds_delta_alone, version_path
 from holdfast.engine.servers import ServerFleet, VLLMServer
-from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
-from holdfast.engine.servers.sleep import WEIGHTS
+from holdfast.engine.servers.api import WEIGHTS, ServerState, ServerStatus, weights_label
 from holdfast.utils.errors import PoisonedServerError, PublishError
 from tests.limits import stretched
 from tests.live.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs

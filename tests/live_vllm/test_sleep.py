@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine.servers import ServerFleet, VLLMServer, colocated
-from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
-from holdfast.engine.servers.sleep import KV_CACHE, TAGS, WEIGHTS
+from holdfast.engine.servers.api import (
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    ServerState,
+    ServerStatus,
+    weights_label,
+)
 from holdfast.utils.errors import BusyServerError
 from tests.limits import stretched
 from tests.live.trainer import TOLERANCE, Trainer, sample, sample_later

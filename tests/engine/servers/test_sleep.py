@@ -17,6 +17,9 @@ import pytest
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
 from holdfast.engine.servers import fleet as fleet_module
 from holdfast.engine.servers.api import (
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
     GenerationHyperparameters,
     ModelRequest,
     ServerState,
@@ -24,7 +27,7 @@ from holdfast.engine.servers.api import (
     weights_label,
 )
 from holdfast.engine.servers.http import Calls
-from holdfast.engine.servers.sleep import DROPPED, KV_CACHE, TAGS, WEIGHTS, Sleep
+from holdfast.engine.servers.server_calls import DROPPED, Sleep
 from holdfast.utils.errors import (
     BusyServerError,
     ConfigError,
