@@ -1,5 +1,5 @@
-"""Versions that hold only the changes from the version before: what this rank published last, and
-one publication.
+"""Versions that hold only the changes from the version before: their chains on disk, what this rank
+published last, and one publication.
 
 Every rank keeps the bytes that it wrote last in host memory (`PublishedCopy`) and compares each
 piece with them when it writes the next version. A version that is only a delta has no weight files.
@@ -11,6 +11,7 @@ it on one core.
 """
 
 import math
+import os
 import shutil
 import time
 from collections import Counter
@@ -29,20 +30,23 @@ from ...utils.distributed import (
     get_rank,
     get_world_size,
 )
-from ...utils.files import as_write_error, bytes_digest
+from ...utils.errors import CheckpointCorruptError, CheckpointError
+from ...utils.files import StrPath, as_write_error, bytes_digest
 from ...utils.logging import get_logger
 from ...utils.manifest import (
     DELTA_FILES,
     DELTA_NAME,
     FORMAT_VERSION,
+    MANIFEST_NAME,
     FileEntry,
+    check_listing,
     manifest_digest,
     read_manifest,
+    verify_folder,
     write_entry,
     write_manifest,
 )
 from ...utils.pieces import Piece
-from .chains import chain_problem
 from .delta_file import DeltaFile, unsigned
 from .safetensors_layout import Layout, TensorSlot
 from .weight_files import WeightWriter
@@ -53,6 +57,69 @@ logger = get_logger(__name__)
 _MOST_OF_FULL = 0.5
 # Publications in a row with larger deltas, after which no more are tried.
 _MOST_UNFIT = 2
+
+
+# A chain: a version that holds changes alone, the version before it, and so on to all weights.
+
+
+def version_path(root: StrPath, version: int) -> Path:
+    """The folder of a version: ``<root>/v00000121``."""
+    return Path(root) / f"v{version:08d}"
+
+
+def holds_delta_alone(folder: StrPath) -> bool:
+    """Whether a published folder holds only the changes from the version before."""
+    changes = Path(folder) / DELTA_NAME / MANIFEST_NAME
+    return changes.is_file() and set(os.listdir(folder)) == {DELTA_NAME, MANIFEST_NAME}
+
+
+def base_of(folder: Path) -> Path:
+    """The base of a version of changes: the folder before them. Raises as `read_manifest`."""
+    changes = read_manifest(folder / DELTA_NAME)
+    base = changes["base"]["version"]
+    if base >= changes["weight_version"]:
+        raise CheckpointCorruptError(f"{folder} is made from version {base}, which is not older")
+    return version_path(folder.parent, base)
+
+
+def made_from(folder: Path) -> list[Path]:
+    """The folder of a version, its base, the base of that, and so on. Empty if one is missing or
+    damaged.
+    """
+    folders = [folder]
+    try:
+        while holds_delta_alone(folder):
+            folder = base_of(folder)
+            folders.append(folder)
+    except CheckpointError:
+        return []
+    if not folder.is_dir():
+        return []
+    return folders
+
+
+def _chain_problem(folder: Path) -> str | None:
+    """Describe the first damage with which no version after ``folder`` can be made from it, or
+    return None.
+
+    Sizes of all files are compared, and the bytes of the newest changes. The bytes of older files
+    are not read again.
+    """
+    compare = verify_folder
+    try:
+        while holds_delta_alone(folder):
+            compare(folder / DELTA_NAME)
+            folder = base_of(folder)
+
+            # The bytes of older changes were compared when they were the newest.
+            compare = check_listing
+        check_listing(folder)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return None
+
+
+# Publications
 
 
 @dataclass(frozen=True)
@@ -155,7 +222,7 @@ def _base_problem(base: Base) -> str | None:
         return str(error)
     if label != base.label:
         return f"{base.path} was replaced"
-    return chain_problem(Path(base.path))
+    return _chain_problem(Path(base.path))
 
 
 class DeltaPublication:

@@ -44,8 +44,14 @@ from ...utils.manifest import (
 from ...utils.timing import timed
 from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
 from .adapter_folder import WEIGHTS, write_adapters
-from .chains import base_of, holds_delta_alone, made_from, version_path
-from .deltas import DeltaPublication, PublishedCopy
+from .deltas import (
+    DeltaPublication,
+    PublishedCopy,
+    base_of,
+    holds_delta_alone,
+    made_from,
+    version_path,
+)
 from .safetensors_layout import Layout
 from .save import write_hf
 from .weight_files import WeightWriter
