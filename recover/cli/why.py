@@ -127,28 +127,20 @@ class _Bar(NamedTuple):
     end: int
 
 
-def _bars(attempts: list[AttemptRecord]) -> list[_Bar]:
-    """A bar for each attempt that has trained a step."""
-    bars: list[_Bar] = []
-    reached = -1  # the last step of all earlier attempts
-    for one in attempts:
-        if one.first is None or one.last is None:
-            continue
-        new = min(reached + 1, one.last + 1)
-        bars.append(_Bar(one.number, one.first, new, one.last + 1))
-        reached = max(reached, one.last)
-    return bars
-
-
 def _picture(attempts: list[AttemptRecord]) -> Any:
     """Draw one line per attempt, with the steps from left to right."""
     from rich.text import Text
 
     picture = Text()
-    bars = _bars(attempts)[-_MOST_ROWS:]
+    bars = [
+        _Bar(one.number, one.first, one.first + one.redone, one.last + 1)
+        for one in attempts
+        if one.first is not None and one.last is not None
+    ]
     if not bars:
         return picture
 
+    bars = bars[-_MOST_ROWS:]
     begin = min(bar.first for bar in bars)
     end = max(bar.end for bar in bars)
     width = min(_WIDTH, end - begin)
