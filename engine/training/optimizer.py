@@ -227,9 +227,5 @@ def _initial_state_of_adam(group: dict, param: Parameter) -> State:
     if group["amsgrad"]:
         names.append("max_exp_avg_sq")
     for name in names:
-        state[name] = zeros_like(
-            param,
-            memory_format=torch.preserve_format,
-            requires_grad=False,
-        )
+        state[name] = zeros_like(param, requires_grad=False)
     return state

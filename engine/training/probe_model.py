@@ -20,6 +20,7 @@ from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import collective_broke, get_rank
 from ..memory.tensors import local_tensor, reshard
 from .meshes import is_cut
+from .model import describe_unusable
 from .rotary import fix_frequencies
 from .sharding import embedding_group
 from .tensor_parallel import cut_over_ranks, tensor_mesh_of
@@ -36,7 +37,7 @@ def reason_of(error: Exception) -> str:
     """
     if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
         raise error
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return describe_unusable(error)
 
 
 class Twins:
