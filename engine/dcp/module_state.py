@@ -14,7 +14,6 @@ Parameters are never replaced, because optimizers and FSDP2 hold them.
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from ...utils.compat.torch_private import (
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.plain_values import load_plain, pack_plain, pad_bytes
-from ..memory.tensors import WRAPPERS, clean_name, is_expanded
+from ..memory.tensors import WRAPPERS, clean_name, is_expanded, named_tensors
 
 logger = get_logger(__name__)
 
@@ -149,10 +148,7 @@ def _added(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict(keep_vars=True)
     names = set[str]()
     known = set[int]()
-    for name, tensor in chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in named_tensors(model):
         names.add(clean_name(name))
         known.add(id(tensor))
 

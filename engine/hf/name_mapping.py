@@ -13,7 +13,7 @@ Cost: no tensor memory, 50 microseconds (save) or 200 (load) per file tensor.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from ...utils.compat.transformers_private import (
     revert_weight_conversion,
 )
 from ...utils.errors import CheckpointMismatchError
+from ..memory.tensors import named_tensors
 from ..training.unsharded import unsharded_class, unsharded_view
 from .tensor_origins import FileTensor, Origins, Span, sources_of
 
@@ -74,11 +75,7 @@ def stored_tensors(
 
     # All names of each tensor.
     owners = {}
-    named = chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    )
-    for key, value in named:
+    for key, value in named_tensors(model):
         if key in state:
             owners.setdefault(id(value), []).append(key)
 

@@ -43,6 +43,7 @@ from ...utils.remote import RemoteFolder, local_folder, without_secrets
 from ..api import HFExportOptions
 from ..lora.adapters import plain_adapters, plain_view, transformers_model
 from ..memory.offloaded import require_onloaded
+from ..memory.tensors import named_tensors
 from ..training.unsharded import unsharded_class
 from . import upload
 from .dtypes import file_dtypes, unknown_keys
@@ -403,10 +404,7 @@ def full_state_dict(model: torch.nn.Module, *, group: RankGroup = None) -> dict[
     require_onloaded(model)
     gathered = {}
     first = {}
-    owners = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    owners = dict(named_tensors(model))
     for key, tensor in model.state_dict().items():
         # A tied tensor is gathered under its first name.
         twin = first.setdefault(id(owners.get(key, tensor)), key)

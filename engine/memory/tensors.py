@@ -52,15 +52,27 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Dotted name and tensor of each parameter and buffer. A tied tensor comes once for each of
+    its names.
+    """
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules of ``model`` that FSDP2 has sharded, outer ones first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def reshard(model: nn.Module) -> None:
     """Give up gathered parameters, so that the parameters of ``model`` are the shards.
 
     FSDP2 leaves the gathered ones in the model after a forward without a backward. They are other
     tensors, in the dtype of the computation, and what is written to them is lost.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
 
 
 class Box(NamedTuple):

@@ -14,7 +14,6 @@ base.
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from ...utils.distributed import all_ranks_succeed
 from ...utils.logging import get_logger
 from ..dcp.state import DCPState
 from ..memory.offloaded import MODEL, Away, refuse, tensors_away
-from ..memory.tensors import by_clean_name, first_names, is_expanded, local_tensor
+from ..memory.tensors import by_clean_name, first_names, is_expanded, local_tensor, named_tensors
 from ..memory.weight_changes import wait_for_readers
 from ..training.gradient_sync import drop_partial
 from .host_buffers import HostBuffers
@@ -153,11 +152,7 @@ class Offload:
     def _tensors_of(self, tags: Collection[str]) -> dict[str, Tensor]:
         """Dotted name -> tensor to offload. What shares its memory with another tensor stays."""
         tensors = self._state.live_tensors(readable=False)  # without gathered parameters
-        model = self._state.model
-        named = chain(
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        )
+        named = named_tensors(self._state.model)
         for name, tensor in first_names(by_clean_name(named)).items():
             tensors[f"{MODEL}{name}"] = tensor
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ...utils.compat.torch_private import (
     drop_partial_gradients,
@@ -25,6 +24,7 @@ from ...utils.compat.torch_private import (
 from ...utils.distributed import gather_numbers
 from ...utils.logging import get_logger
 from ..config import TrainEngineConfig
+from ..memory.tensors import fsdp_modules
 from .meshes import Meshes
 from .model import COMPUTE_DTYPES
 from .process_groups import ProcessGroups
@@ -97,7 +97,7 @@ def accumulating(
         RuntimeError: the last micro-batch did not run a block that an earlier one did, so that the
             sum over replicas of its gradient is missing.
     """
-    modules = _fsdp_modules(model)
+    modules = fsdp_modules(model)
     last = n_backwards - 1
     defers = sync_last or meshes.strategy.replicate_size > 1
 
@@ -129,9 +129,5 @@ def accumulating(
 
 def drop_partial(model: nn.Module) -> None:
     """Drop gradients that FSDP2 keeps until a later backward. ``zero_grad`` does not reach them."""
-    for module in _fsdp_modules(model):
+    for module in fsdp_modules(model):
         drop_partial_gradients(module)
-
-
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...utils.errors import ConfigError
 from ..config import FSDPConfig
+from ..memory.tensors import fsdp_modules
 
 _GROUP = "set_separate_reduce_scatter_group"
 
@@ -22,7 +23,7 @@ def set_overlap(model: nn.Module, config: FSDPConfig) -> None:
     Raises:
         ConfigError: this torch has no separate group.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded = fsdp_modules(model)
     root, *blocks = sharded
     for module, following in _with_following(sharded, config.forward_prefetch):
         module.set_modules_to_forward_prefetch(following)

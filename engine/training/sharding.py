@@ -13,6 +13,7 @@ from ...utils.compat.transformers_private import unsplit_classes
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from ..memory.per_model import PerModel
+from ..memory.tensors import fsdp_modules
 from .model import COMPUTE_DTYPES
 from .overlap import set_overlap
 from .tensor_parallel import tensor_mesh_of
@@ -59,9 +60,8 @@ def shard_model(
     # Parameters that only some ranks reach.
     if mesh.size() > 1:
         filled = zero_filled.set(model, set())
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                fill_missing_gradients(module, filled)
+        for module in fsdp_modules(model):
+            fill_missing_gradients(module, filled)
 
 
 def _copy_hidden(embedding: nn.Module, args: Any, hidden: Tensor) -> Tensor:
