@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig
-from holdfast.engine.training.overlap import set_overlap
+from holdfast.engine.training.sharding import set_overlap
 from holdfast.utils.errors import ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import (
