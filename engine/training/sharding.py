@@ -1,7 +1,10 @@
 """Shard a model in place with FSDP2."""
 
+import inspect
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from ..memory.per_model import PerModel
 from ..memory.tensors import fsdp_modules
 from .model import COMPUTE_DTYPES
 from .tensor_parallel import tensor_mesh_of
+from .unsharded import unsharded_class
 
 _GROUP = "set_separate_reduce_scatter_group"
 
@@ -141,7 +145,8 @@ def embedding_group(model: PreTrainedModel) -> nn.Module | None:
     """The input embedding, if its weight is not the head's, too. Memory that gathers and reduces
     one of them is then free for the other.
 
-    None if the weight is tied, or if transformers does not find the embedding.
+    None if the weight is tied or read by another module, or if transformers does not find the
+    embedding.
     """
     try:
         embedding = model.get_input_embeddings()
@@ -152,7 +157,28 @@ def embedding_group(model: PreTrainedModel) -> nn.Module | None:
     uses = _uses(model)
     if any(uses[id(param)] > 1 for param in embedding.parameters()):
         return None
+    if _is_read_elsewhere(model, embedding):
+        return None
     return embedding
+
+
+def _is_read_elsewhere(model: nn.Module, embedding: nn.Module) -> bool:
+    """Whether a forward of another module reads the weight, as Gemma 4's does. In a group of its
+    own it would be a shard there.
+    """
+    names = [name for name, module in model.named_modules() if module is embedding]
+    attributes = "|".join(name.rpartition(".")[2] for name in names)
+    read = re.compile(rf"\bself\.(\w+\.)*({attributes})\.weight\b(?!\.(device|dtype|shape)\b)")
+    classes = {unsharded_class(module) for module in model.modules()}
+    return any(read.search(_source_of(cls.forward)) for cls in classes)
+
+
+@cache
+def _source_of(forward: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(forward)
+    except (OSError, TypeError):  # it is not in a file
+        return ""
 
 
 def _uses(model: nn.Module) -> Counter[int]:

@@ -31,7 +31,9 @@ from holdfast.engine.api import Batch
 from holdfast.engine.config import FSDPWrapPolicy
 from holdfast.engine.staging import background_save
 from holdfast.engine.training.logprobs import token_logprobs
+from holdfast.engine.training.sharding import embedding_group
 from holdfast.utils.errors import BatchError, ConfigError, HoldfastError, PeerError
+from tests.engine.architectures.tiny import tiny_config
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
@@ -635,6 +637,25 @@ def test_an_embedding_is_gathered_with_the_head_only_if_they_share_their_weight(
     for groups, sharded in run_ranks(_groups, 2, str(tmp_path)):
         assert groups == ["", *own, "model.layers.0", "model.layers.1"]
         assert sharded == [not tied]
+
+
+def test_an_embedding_that_another_module_reads_has_no_group_of_its_own() -> None:
+    for name, has_group in (("gemma4", False), ("llama4_text", True)):
+        config = tiny_config(name)
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert (embedding_group(model) is not None) == has_group
+
+
+@pytest.mark.slow
+def test_a_critic_of_a_model_that_reads_its_embedding_twice_starts(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny_config("gemma4")).save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, is_critic=True)
+    try:
+        assert torch.isfinite(engine.forward_batch(make_batch())).all()
+    finally:
+        engine.destroy()
 
 
 def _bad_models(rank: int, world_size: int, folder: str) -> None:
