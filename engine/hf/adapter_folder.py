@@ -38,10 +38,11 @@ from ..memory.offloaded import require_onloaded
 from ..memory.tensors import clean_name, reshard
 from ..memory.weight_changes import changing_weights
 from ..training.weights import keep_own_shard
+from .safetensors_layout import ADAPTER_NAME
 from .shard_ranges import whole_tensor
 
 WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER_NAME
 ROOT = "base_model.model."
 """PEFT's name for the model inside a PeftModel."""
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")

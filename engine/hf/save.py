@@ -268,10 +268,11 @@ def exportable_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     adapted = plain_adapters(model)
     model = plain_view(model)
     stored, left_out = stored_tensors(model)
-    tied = sorted(adapted.keys() & left_out.keys())
+    other_use = left_out | {kept: key for key, kept in left_out.items()}
+    tied = sorted(adapted.keys() & other_use.keys())
     if tied:
         raise CheckpointMismatchError(
-            f"{tied[0]} has an adapter and is tied to {left_out[tied[0]]}, so that a file has no "
+            f"{tied[0]} has an adapter and is tied to {other_use[tied[0]]}, so that a file has no "
             "place for the sum; train adapters of other layers"
         )
 

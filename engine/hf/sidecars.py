@@ -25,7 +25,8 @@ from ..api import HFExportOptions
 from ..memory.per_model import PerModel
 from ..training.unsharded import original_of, unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
-from .safetensors_layout import INDEX_NAME, Layout
+from .name_mapping import stored_tensors
+from .safetensors_layout import ADAPTER_NAME, INDEX_NAME, Layout
 
 logger = get_logger(__name__)
 
@@ -48,8 +49,9 @@ PROBE_NAME = "weights_probe.json"
 `holdfast.engine.servers.content_check`.
 """
 
-# Files that a run leaves in the folder of a model.
-_NOT_OF_MODEL = (MANIFEST_NAME, PROBE_NAME, "trainer_state.json")
+# Files that a run leaves in the folder of a model. transformers would look for the adapter, and add
+# it to weights that have it already.
+_NOT_OF_MODEL = (MANIFEST_NAME, PROBE_NAME, "trainer_state.json", ADAPTER_NAME)
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 
 _REPLACED_BY = {
@@ -91,10 +93,14 @@ def write_sidecars(
     config = copy.deepcopy(model.config)
     set_config_dtype(config, model, options.dtype)
     config.architectures = [type(model).__name__]
+    separate = _stores_ties_apart(model)
     for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, "use_cache"):
             # Training turns it off, but servers want it.
             part.use_cache = True
+        if separate and getattr(part, "tie_word_embeddings", False):
+            # Otherwise vLLM would skip the head in the files.
+            part.tie_word_embeddings = False
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
@@ -121,6 +127,15 @@ def write_sidecars(
         write_durably(folder / INDEX_NAME, layout.index)
         names.append(INDEX_NAME)
     return names
+
+
+def _stores_ties_apart(model: PreTrainedModel) -> bool:
+    """Whether weights that the model declares as tied are separate, all of them, as after PEFT has
+    trained a copy of the head (``modules_to_save``).
+    """
+    stored, left_out = stored_tensors(model, on_meta=True)
+    pairs = model.all_tied_weights_keys.items()
+    return not left_out and any(key in stored and other in stored for key, other in pairs)
 
 
 def adopt_base(

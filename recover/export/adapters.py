@@ -154,6 +154,15 @@ class StoredAdapters:
                 f"does not have ({len(strangers)} such); export it from the run"
             )
 
+        # A file has one place for a tied weight, and an adapter is at one of its uses.
+        tied = {*architecture.aliases, *architecture.aliases.values()}
+        shared = [layer for layer in sorted(self._pairs) if f"{layer}.weight" in tied]
+        if shared:
+            raise CheckpointMismatchError(
+                f"{self.where} has an adapter of {shared[0]}, whose weight is tied to another one, "
+                "so that a file has no place for the sum; export the adapters as peft"
+            )
+
         # The rest of the base must be what the run has left out.
         frozen: Tensors = {}
         for name in architecture.parameters:

@@ -3,6 +3,7 @@ refused.
 """
 
 import copy
+import json
 from collections import OrderedDict
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ZambaConfig, ZambaForCausalLM
 
 from holdfast.engine.api import HFExportOptions
 from holdfast.engine.hf.adapter_folder import load_adapters, require_adapters, save_adapters
+from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import save_hf
 from holdfast.engine.lora.adapters import describe_adapters
 from holdfast.utils.errors import CheckpointMismatchError
@@ -102,6 +104,51 @@ def test_an_adapter_on_a_tied_head_is_refused_instead_of_left_out(tmp_path: Path
     ):
         save_hf(model, tmp_path / "x")  # type: ignore[arg-type]
     assert not (tmp_path / "x").exists()
+
+
+def test_an_adapter_on_a_weight_that_other_layers_share_is_refused(tmp_path: Path) -> None:
+    config = ZambaConfig(
+        vocab_size=15,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        n_mamba_heads=2,
+        mamba_d_state=4,
+        mamba_dt_rank=2,
+        use_mamba_kernels=False,
+    )
+    # The files hold this one of the two names.
+    layer = "model.layers.2.shared_transf.self_attn.q_proj"
+    model = get_peft_model(ZambaForCausalLM(config), LoraConfig(r=2, target_modules=[layer]))
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"layers\.2\S+ has an adapter and is tied to model\.layers\.4\.",
+    ):
+        save_hf(model, tmp_path / "x")  # type: ignore[arg-type]
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_head_that_was_trained_apart_from_its_embedding_is_exported_as_not_tied(
+    tmp_path: Path,
+) -> None:
+    model = adapted("qwen3_tied", modules_to_save=["lm_head"])
+    model.get_base_model().lm_head.modules_to_save["default"].weight.data.add_(1)  # type: ignore[union-attr, operator]
+    save_hf(model, tmp_path / "out")  # type: ignore[arg-type]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert model.config.tie_word_embeddings is True
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = exported.state_dict()
+    embedding = tiny_model("qwen3_tied").state_dict()["model.embed_tokens.weight"]
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+    assert torch.equal(found["lm_head.weight"], embedding + 1)
+
+    # Loads of the export build the model that its config says.
+    assert load_hf(AutoModelForCausalLM.from_config(exported.config), tmp_path / "out") == []
 
 
 def test_a_parameter_that_the_architecture_does_not_have_is_an_error(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -291,6 +292,14 @@ def test_files_of_the_base_do_not_replace_what_the_given_tokenizer_says(tmp_path
     # Without a tokenizer, all of them come along.
     save_hf(tiny_model("llama"), tmp_path / "all", base_model_path=base)
     assert set(small_files(base)) <= set(small_files(tmp_path / "all"))
+
+
+def test_the_adapter_of_a_base_stays_out_of_exports_of_all_weights(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    LoraConfig(r=2, target_modules=["q_proj"]).save_pretrained(str(base))
+    save_hf(tiny_model("llama"), tmp_path / "out", base_model_path=base)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    _assert_same(read, tiny_model("llama"))
 
 
 def test_existing_target_missing_base_and_unwritable_folder_are_errors_on_every_rank(

@@ -1,6 +1,7 @@
 """Folders that `load_hf` refuses, before any parameter changes, and deviations that it accepts."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -59,6 +61,14 @@ MESSAGES = {
     "truncated": "CheckpointCorruptError: {folder}/model.safetensors is truncated",
     "absent": "CheckpointNotFoundError: {folder} is not a folder",
     "other_model": "CheckpointMismatchError: {folder}: ",
+    "with_adapter": (
+        "CheckpointMismatchError: {folder} also holds an adapter (adapter_config.json), which "
+        "from_pretrained adds to the weights; merge it"
+    ),
+    "named_weights": (
+        "CheckpointMismatchError: {folder}/config.json names 'consolidated.safetensors' as its "
+        "weights (transformers_weights); expected"
+    ),
 }
 
 
@@ -104,6 +114,15 @@ def _write_folders(root: Path) -> None:
         _rewrite(good, root / case, change)
     shutil.copytree(good, root / "truncated")
     os.truncate(root / "truncated" / "model.safetensors", 15000)
+
+    # Folders of which transformers loads other weights.
+    adapted = Path(shutil.copytree(good, root / "with_adapter"))
+    LoraConfig(r=2, target_modules=["q_proj"]).save_pretrained(str(adapted))
+    named = Path(shutil.copytree(good, root / "named_weights"))
+    shutil.copy(named / "model.safetensors", named / "consolidated.safetensors")
+    config = json.loads((named / "config.json").read_text())
+    config["transformers_weights"] = "consolidated.safetensors"
+    (named / "config.json").write_text(json.dumps(config))
     embedding = "model.embed_tokens.weight"
     _rewrite(good, root / "other_name", lambda t: t.update({"lm_head.weight": t.pop(embedding)}))
     _rewrite(

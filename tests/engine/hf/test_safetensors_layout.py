@@ -124,7 +124,7 @@ def test_read_layout_refuses_an_index_that_disagrees_with_its_files(tmp_path: Pa
     with pytest.raises(CheckpointCorruptError, match=r"names three\.safetensors, which is missing"):
         _layout(tmp_path)
     write_index({"a": "../one.safetensors"})
-    with pytest.raises(CheckpointCorruptError, match="outside of its folder"):
+    with pytest.raises(CheckpointCorruptError, match="a file next to it"):
         _layout(tmp_path)
     write_index(["a"])
     with pytest.raises(CheckpointCorruptError, match="not a weight index"):

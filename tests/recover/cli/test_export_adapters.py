@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.engine import SaveLoadMeta
 from tests.engine.hf.test_export import _contents
+from tests.engine.hf_models import tiny_model
 from tests.engine.lora.engines import lora_engine, train, write_base
 from tests.helpers import run_ranks
 from tests.once import make_once
@@ -154,6 +155,23 @@ def test_a_generation_of_a_peft_model_is_exported_once_its_base_is_named(
         AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32), tmp_path / "peft"
     )
     assert torch.equal(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+def test_an_adapter_on_a_tied_weight_is_exported_alone_and_not_merged(tmp_path: Path) -> None:
+    tiny_model("qwen3_tied").save_pretrained(tmp_path / "base")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32),
+        LoraConfig(r=2, target_modules=["lm_head"]),
+    )
+    optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        handler.load((model, optimizer))
+        handler.dump((model, optimizer), step_info(0))
+    generation = f"{tmp_path / 'e/t'}@0"
+    code, _, err = holdfast("export", generation, "--to", tmp_path / "merged")
+    assert code == 2 and "has an adapter of lm_head, whose weight is tied to another one" in err
+    assert not (tmp_path / "merged").exists()
+    answer("export", generation, "--to", tmp_path / "peft", "--adapters", "peft")
 
 
 def test_the_named_one_of_several_engines_is_exported(root: Path, tmp_path: Path) -> None:
