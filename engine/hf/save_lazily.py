@@ -137,4 +137,8 @@ def _match(
                 f"{key} has shape {list(shape)}; {name} needs {list(tensor.shape)}: "
                 "is it of another config?"
             )
+        dtype = found[key].dtype
+        may_cast = dtype.is_floating_point and tensor.dtype.is_floating_point
+        if dtype != tensor.dtype and not may_cast:
+            raise CheckpointMismatchError(f"{key} has dtype {dtype}; {name} needs {tensor.dtype}")
     return {key: found[key] for key in stored}

@@ -36,7 +36,7 @@ class Architecture:
 
         # Only classes of transformers itself are made.
         known: Any = None
-        if len(names) == 1:
+        if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
             known = getattr(transformers, names[0], None)
         if known is None:
             raise ConfigError(

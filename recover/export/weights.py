@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,11 @@ def read_model_folder(
         raise CheckpointMismatchError(
             f"{folder} has {unexpected[0]!r}, which its model does not ({len(unexpected)} such)"
         )
+    if plan.unused:
+        raise CheckpointMismatchError(
+            f"{folder} has {min(plan.unused)!r}, which fills what another tensor fills too "
+            f"({len(plan.unused)} such)"
+        )
 
     # What fills a tensor of the model may be a tensor of the folder, or pieces of several.
     found: Tensors = {}
@@ -86,15 +92,16 @@ def without_tied_copies(
     found: Tensors = {}
     for name, tensor in tensors.items():
         first = aliases.get(name, name)
-        found[first] = tensors.get(first, tensor)
+        found.setdefault(first, tensors.get(first, tensor))
 
     # The aliases that are there, whose copies must be equal.
     occurring: dict[str, str] = {}
     for alias, first in aliases.items():
-        if first in found:
-            occurring[alias] = first
-        has_both = alias in tensors and first in tensors
-        if has_both and not same_values(tensors[alias], tensors[first]):
+        if first not in found:
+            continue
+        occurring[alias] = first
+        copy = tensors.get(alias, found[first])
+        if copy is not found[first] and not same_values(copy, found[first]):
             raise CheckpointMismatchError(
                 f"{alias} and {first} have different values, but the config ties them; set "
                 "tie_word_embeddings to false"
@@ -139,15 +146,15 @@ def _joined(
     parts: Tensors,
 ) -> LazyTensor:
     """Tensor ``key`` of the model, from ``parts``, tensors of the folder by their names there."""
-    first = next(iter(parts.values()))
-    dtype = first.dtype
+    # No value is rounded, whatever the dtypes of the others.
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts.values()))
     shapes = {name: part.shape for name, part in parts.items()}
 
     def assemble() -> Tensor:
         flat: dict[str, Tensor] = {}
         for name, part in parts.items():
             blocks = [values.reshape(-1) for _, values in part.blocks()]
-            flat[name] = torch.cat(blocks)
+            flat[name] = torch.cat(blocks).to(dtype)
 
         # Without spans only transformers knows which element goes where.
         if fill.spans is None:

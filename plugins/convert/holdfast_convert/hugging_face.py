@@ -148,17 +148,17 @@ def _read_as_named(
     architecture: Architecture | None,
 ) -> ModelWeights:
     """Weights under their names in the file ``name``. Tensors that share memory in it are tied."""
-    tied: dict[str, str] = {}
+    shared: dict[str, str] = {}
     if name in _BINS:
         tensors, shared = read_bin(folder / name)
-        for alias, first in shared.items():
-            tied[alias.removeprefix("module.")] = first.removeprefix("module.")
     else:
         tensors = stored_safetensors(folder, options.files)
 
-    # The config knows better than the file which tensors are tied.
-    aliases = tied
+    # The config knows better than the file which tensors are tied, and under which name.
     if architecture is not None:
-        aliases = architecture.aliases
-    weights = without_tied_copies(strip_module(tensors), aliases)
-    return ModelWeights(weights.tensors, {**weights.aliases, **tied})
+        tensors |= {alias: tensors[first] for alias, first in shared.items()}
+        return without_tied_copies(strip_module(tensors), architecture.aliases)
+    aliases: dict[str, str] = {}
+    for alias, first in shared.items():
+        aliases[alias.removeprefix("module.")] = first.removeprefix("module.")
+    return without_tied_copies(strip_module(tensors), aliases)

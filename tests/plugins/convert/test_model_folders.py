@@ -5,6 +5,8 @@ opened.
 import json
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,17 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from holdfast_convert import convert
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
@@ -233,6 +242,84 @@ def test_weights_of_another_model_than_the_config_are_refused(tmp_path: Path) ->
         CheckpointMismatchError, match=r"has 'model\.layers\.\d\.mlp\.\w+\.weight', which its model"
     ):
         convert(tmp_path / "state", tmp_path / "c", to="dcp")
+
+
+def _edit(folder: Path, change: Callable[[Tensors], object]) -> None:
+    """Change the tensors of a model folder."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+AMBIGUOUS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "two names of one weight": (
+        lambda found: found.update({"norm.weight": found["model.norm.weight"] + 1}),
+        r"has 'norm\.weight', which fills what another tensor fills too \(1 such\)",
+    ),
+    "whole numbers for weights": (
+        lambda found: found.update({"model.norm.weight": torch.ones(16, dtype=torch.int32)}),
+        r"model\.norm\.weight has dtype torch\.int32; Qwen3ForCausalLM needs torch\.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AMBIGUOUS)
+def test_weights_that_from_pretrained_could_misread_are_refused(what: str, tmp_path: Path) -> None:
+    change, words = AMBIGUOUS[what]
+    Host(3).model.save_pretrained(tmp_path / "model")
+    _edit(tmp_path / "model", change)
+    with pytest.raises(CheckpointMismatchError, match=words):
+        convert(tmp_path / "model", tmp_path / "hf", to="hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_all_copies_of_a_tied_weight_are_compared_whatever_their_names(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=33, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+
+    def rename(tensors: Tensors, added: float) -> None:
+        shared = tensors.pop("shared.weight")
+        tensors["encoder.embed_tokens.weight"] = shared
+        tensors["lm_head.weight"] = shared + added
+
+    _edit(tmp_path / "model", partial(rename, added=0))
+    convert(tmp_path / "model", tmp_path / "equal", to="hf")
+    _edit(tmp_path / "model", lambda found: found["lm_head.weight"].add_(1))
+    with pytest.raises(CheckpointMismatchError, match=r"have different values, but the config"):
+        convert(tmp_path / "model", tmp_path / "other", to="hf")
+    assert not (tmp_path / "other").exists()
+
+
+def test_pieces_of_a_fused_weight_keep_every_bit_in_whatever_dtypes_they_are(
+    tmp_path: Path,
+) -> None:
+    AutoModelForCausalLM.from_config(tiny_experts()).save_pretrained(tmp_path / "model")
+    first = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    _edit(tmp_path / "model", lambda found: found.update({first: found[first].bfloat16()}))
+    convert(tmp_path / "model", tmp_path / "hf", to="hf")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "hf"))
+    assert_same({name: tensor.float() for name, tensor in before.items()}, after)
+
+
+def test_pickled_tied_weights_convert_in_any_order_of_their_names(tmp_path: Path) -> None:
+    host = Host(3)
+    tiny_config().save_pretrained(tmp_path / "model")
+    ordered = dict(sorted(host.model.state_dict().items()))  # the head comes first
+    torch.save(ordered, tmp_path / "model" / "pytorch_model.bin")
+    convert(tmp_path / "model", tmp_path / "areal", to="areal")
+    convert(tmp_path / "areal", tmp_path / "back", to="hf", config=tmp_path / "model")
+    assert_same(loaded(tmp_path / "back"), weights_of(host.model))
+
+
+@pytest.mark.parametrize("named", [[1], {"a": 1}, "Qwen3ForCausalLM"])
+def test_architectures_that_are_no_list_of_one_name_are_refused(
+    named: object, tmp_path: Path
+) -> None:
+    Host(3).model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": named}))
+    with pytest.raises(ConfigError, match=r"names architectures .*; expected one that"):
+        convert(tmp_path / "model", tmp_path / "hf", to="hf")
 
 
 def test_a_folder_without_a_checkpoint_is_refused_with_its_contents(tmp_path: Path) -> None:
