@@ -383,10 +383,13 @@ def staging_path(final: StrPath) -> Path:
 
 
 def is_free(final: StrPath) -> bool:
-    """Return whether a folder may be renamed to ``final``: nothing is there, or an empty folder."""
+    """Return whether a folder may be renamed to ``final``: nothing is there, or an empty folder.
+
+    The current folder is not free, because the process would be left in a folder that is gone.
+    """
     is_folder = os.path.isdir(final) and not os.path.islink(final) and not os.path.ismount(final)
     if is_folder:
-        return not os.listdir(final)
+        return not os.path.samefile(final, os.curdir) and not os.listdir(final)
     return not os.path.lexists(final)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from holdfast.utils.errors import CheckpointWriteError
+from holdfast.utils.atomic_folder import staged_folder
+from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError
 from holdfast.utils.files import (
     DurableFile,
     commit_folder,
@@ -253,6 +254,17 @@ def test_commit_makes_a_staged_folder_visible_and_refuses_an_existing_name(tmp_p
     with pytest.raises(FileExistsError, match="never written over"):
         commit_folder(again, final)
     assert again.exists() and (final / "actor" / "x").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("name", [".", "", None])
+def test_the_current_folder_is_not_replaced_even_if_it_is_empty(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    final = tmp_path if name is None else name
+    with pytest.raises(CheckpointExistsError, match="choose another path"), staged_folder(final):
+        pass
+    assert Path.cwd() == tmp_path and not os.listdir(tmp_path)
 
 
 def test_commit_replaces_an_empty_folder_and_keeps_its_permissions(tmp_path: Path) -> None:
