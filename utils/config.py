@@ -111,7 +111,7 @@ def _as_config_error(source: str) -> Iterator[None]:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config key {key!r} in {source}: {reason}") from error
-    except (YAMLError, OSError) as error:
+    except (YAMLError, OSError, UnicodeError) as error:
         raise ConfigError(f"{source} is not YAML with a mapping of keys: {error}") from error
 
 

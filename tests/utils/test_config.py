@@ -94,6 +94,16 @@ def test_a_value_that_yaml_reads_as_base_60_is_refused_unless_quoted(
         load_config(Config, overrides=[f"path='{text}'"])
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_file_in_another_encoding_is_an_error_that_names_it(
+    encoding: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes("path: café".encode(encoding))
+    with pytest.raises(ConfigError, match=r"config\.yaml is not YAML .*'utf-8' codec"):
+        load_config(Config, file)
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing\.yaml does not exist"):
         load_config(Config, tmp_path / "missing.yaml")
