@@ -96,8 +96,18 @@ class HFExportOptions:
     def __post_init__(self) -> None:
         require_at_least(self, max_shard_size_bytes=1)
         # Integers, as of positions, keep their dtype in any case.
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype is {self.dtype}; expected a floating-point dtype, or None")
+        is_dtype = isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        if self.dtype is not None and not is_dtype:
+            raise ConfigError(
+                f"dtype is {self.dtype!r}; expected a floating-point dtype of torch, or None"
+            )
+        for name in ("tokenizer", "processor"):
+            part = getattr(self, name)
+            if part is not None and not hasattr(part, "save_pretrained"):
+                raise ConfigError(
+                    f"{name} is {part!r}; expected the object, as from_pretrained of transformers "
+                    "returns it"
+                )
         if self.staging_folder is not None:
             folder = require_local(
                 self.staging_folder, "staging an export", "name one with room", "staging_folder"

@@ -48,10 +48,15 @@ def stored_tensors(
     """The live (sharded) tensors that files store, by ``state_dict`` key, and tied key left out ->
     key stored instead.
 
-    CheckpointMismatchError if tensors share memory but are not declared as tied, if there are
-    adapters or quantized weights, or if an entry is no tensor with memory (``on_meta`` allows
-    tensors without).
+    CheckpointMismatchError if it is no model of transformers, if tensors share memory but are not
+    declared as tied, if there are adapters or quantized weights, or if an entry is no tensor with
+    memory (``on_meta`` allows tensors without).
     """
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointMismatchError(
+            f"a {type(model).__name__} is no model of transformers; pass the PreTrainedModel or "
+            "PeftModel that is inside of it (model.module of DistributedDataParallel)"
+        )
     if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(
             f"{unsharded_class(model).__name__} is quantized or carries adapters; expected plain "

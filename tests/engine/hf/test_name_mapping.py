@@ -142,6 +142,13 @@ def test_a_tensor_without_elements_or_dims_is_written_as_any_other(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_a_module_that_is_no_model_of_transformers_is_refused_in_words() -> None:
+    for wrapped in (torch.nn.DataParallel(tiny_model("llama")), torch.nn.Linear(2, 2)):
+        name = type(wrapped).__name__
+        with pytest.raises(CheckpointMismatchError, match=f"a {name} is no model of transformers"):
+            stored_tensors(wrapped)  # type: ignore[arg-type]
+
+
 def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_as_tied() -> None:
     model = LlamaForCausalLM(tiny_config("llama"))  # type: ignore[arg-type]
     first, second = (model.get_submodule(f"model.layers.{index}.mlp.up_proj") for index in (0, 1))
