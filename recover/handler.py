@@ -20,7 +20,7 @@ from ..utils.logging import get_logger
 from ..utils.processes import die_with_torchrun
 from ..utils.rng import capture_rng, restore_rng
 from .config import RecoverConfig
-from .data.capture import note_order
+from .data.capture import note_order, require_state
 from .data.trial import try_stream
 from .info import RecoverInfo
 from .ranks import Ranks, SessionRef, ranks_of
@@ -155,8 +155,14 @@ class RecoverHandler:
                 has ``follow_log`` too, as a `RolloutExecutor` has, it gets a log of its own.
 
         Raises:
-            ConfigError: the name is taken, or the object has no ``state_dict``/``load_state_dict``.
+            ConfigError: the name is taken, the object has no ``state_dict``/``load_state_dict``, or
+                `load` was called before.
         """
+        if self._position is not None:
+            raise ConfigError(
+                f"{name!r} is registered after load, which would not restore its state at a "
+                "restart; register it before load"
+            )
         if name in self._stateful:
             raise ConfigError(f"an object is already registered as {name!r}")
         if not isinstance(thing, Stateful):
@@ -210,9 +216,9 @@ class RecoverHandler:
             CheckpointMismatchError, DatasetMismatchError: the generation belongs to another job or
                 is not the one that `peek` announced, or the dataloader is not at the saved
                 position. No engine was changed.
-            ConfigError: a rank does not see the folder, an export is impossible, the state could
-                not be saved (see `DCPState.state_dict`), or SLURM does not tell the end of the job
-                (``must_save_by``). Nothing was changed.
+            ConfigError: a rank does not see the folder, an export is impossible, the dataloader has
+                no state, the state could not be saved (see `DCPState.state_dict`), or SLURM does
+                not tell the end of the job (``must_save_by``). Nothing was changed.
             OSError, RuntimeError: there is no host memory to stage snapshots in.
         """
         self._require_open()
@@ -260,6 +266,7 @@ class RecoverHandler:
         self._exports.check(ranks)
         check_shared(ranks, self.config.trial_root)
         self._triggers.stops.signals.install()
+        ranks.here(partial(require_state, dataloader))
         note_order(dataloader)
         ranks.here(partial(try_stream, dataloader, self.ft_spec.total_train_epochs))
 

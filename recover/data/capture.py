@@ -146,6 +146,24 @@ class OrderNote:
         self.advanced = _epoch(self.sampler) != order.epoch
 
 
+def require_state(loader: Any) -> None:
+    """Refuse a loader that cannot tell its position, such as torch's ``DataLoader``. None is no
+    loader.
+
+    Raises:
+        ConfigError: it lacks ``state_dict`` or ``load_state_dict``.
+    """
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    if loader is None or has_state:
+        return
+    raise ConfigError(
+        f"the dataloader is a {type(loader).__name__}, which lacks state_dict/load_state_dict, so "
+        "that a restart could not find its place; give a ResumableDataLoader, torchdata's "
+        "StatefulDataLoader, or torch's DataLoader in `recoverable` of "
+        "holdfast.integrations.accelerate"
+    )
+
+
 def note_order(loader: Any) -> OrderNote | None:
     """Note the order of the loader's sampler, from its next iterator on. Returns None if there is
     nothing to note.

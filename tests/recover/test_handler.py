@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.engine.dcp.load import DCPLoad
@@ -236,6 +237,16 @@ def test_registering_wants_a_free_name_and_a_state(tmp_path: Path) -> None:
         handler.register("meter", Meter())
     with pytest.raises(ConfigError, match="'n' is a int, which lacks state_dict"):
         handler.register("n", 3)  # type: ignore[arg-type]
+    handler.load(Tiny().state)
+    with pytest.raises(ConfigError, match="'late' is registered after load, which would not"):
+        handler.register("late", Meter())
+
+
+def test_a_dataloader_without_a_state_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    samples: Any = list(range(24))
+    plain: Any = DataLoader(samples, 4)
+    with pytest.raises(ConfigError, match=r"is a DataLoader, which lacks .*`recoverable`"):
+        make_handler(tmp_path).load(Tiny().state, plain)
 
 
 @pytest.mark.parametrize("names", [{}, {"state": 1}, {"../x": 1}, {"": 1}])

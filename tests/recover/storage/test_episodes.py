@@ -31,12 +31,14 @@ WAIT_S = stretched(20.0)
 class Life:
     """One life of a run whose state is a diary. Step n is dumped after the entry ``<life>:n``."""
 
-    def __init__(self, root: Path, **options: Any) -> None:
+    def __init__(self, root: Path, late: bool = False, **options: Any) -> None:
         self.root = root
         self.diary = Diary()
         self.tiny = Tiny()
         self.handler = make_handler(root, freq_steps=1, **options)
         self.handler.register("diary", self.diary)
+        if late:
+            self.handler.register("late", Late(self.diary))
         self.info = self.handler.load(self.tiny.state)
 
     @property
@@ -122,8 +124,7 @@ class Late:
 
 
 def test_an_entry_during_the_capture_is_in_the_state_or_follows_it(tmp_path: Path) -> None:
-    with life(tmp_path) as first:
-        first.handler.register("late", Late(first.diary))
+    with life(tmp_path, late=True) as first:
         first.note("before")
         assert first.dump(0)
         first.note("after")
