@@ -199,9 +199,9 @@ class WeightUpdateMeta:
             gathers the weights of all ranks in buckets, and sends them over a separate process
             group to each `DistributedServer`. ``"adapter"``: only the LoRA adapters are written, as
             a PEFT folder, and each `AdapterServer`, started with the base model, loads them.
-        path: folder of the ``v<N>`` folders. None, only with ``"xccl"``: no weights are written.
-            With a folder, each version is written there before it is sent, and a restarted server
-            loads it from there.
+        path: folder of the ``v<N>`` folders, made absolute. None, only with ``"xccl"``: no weights
+            are written. With a folder, each version is written there before it is sent, and a
+            restarted server loads it from there.
         version: version to publish. None: the engine's version.
         keep: number of newest versions to keep.
         timeout_s: time limit for a server to load a version. It may be longer than the engine's
@@ -234,7 +234,8 @@ class WeightUpdateMeta:
         if self.path is not None:
             advice = "give one that the servers see too; `engine.save` exports to URLs"
             folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
-            object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
+            # Servers have another working directory, and so may the driver that tells them.
+            object.__setattr__(self, "path", os.path.abspath(folder))
         # Only weights that are sent from memory need no folder.
         elif self.type != "xccl":
             raise ConfigError(

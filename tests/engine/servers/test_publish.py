@@ -447,3 +447,31 @@ def test_a_url_is_no_place_to_publish_to(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=expected):
         WeightUpdateMeta("disk", "s3://me:secret@bucket/w")
     assert WeightUpdateMeta("disk", f"file://{tmp_path}/w").path == f"{tmp_path}/w"
+
+
+class Listener(Server):
+    """Notes the folders that it is told to load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        self.paths.append(path)
+        return super().update_weights_from_disk(path, version)
+
+
+def _publish_to_a_relative_folder(rank: int, world_size: int, folder: str, at: str) -> list[str]:
+    os.chdir(at)
+    engine = make_engine(folder)
+    server = Listener()
+    engine.connect_engine([server], WeightUpdateMeta("disk", "weights"))
+    publish(engine, 1)
+    engine.destroy()
+    return server.paths
+
+
+def test_servers_are_told_the_whole_path_of_a_relative_folder(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    (told,) = run_ranks(_publish_to_a_relative_folder, 1, str(folder), str(tmp_path))
+    assert told == [str(version_path(tmp_path / "weights", 1))]
