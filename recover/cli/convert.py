@@ -4,8 +4,6 @@ import click
 
 from ...utils.errors import ConfigError
 
-_HOW = "pip install holdfast-convert, or from a checkout pip install -e plugins/convert"
-
 
 @click.command(
     "convert",
@@ -16,10 +14,12 @@ _HOW = "pip install holdfast-convert, or from a checkout pip install -e plugins/
 def _not_installed(arguments: tuple[str, ...]) -> None:
     """Convert a checkpoint from or to another trainer.
 
-    This command is in a distribution of its own: pip install holdfast-convert, or from a checkout
-    pip install -e plugins/convert.
+    This command is in the distribution holdfast-convert. From a checkout of Holdfast: pip install
+    ./plugins/convert
     """
-    raise ConfigError(f"the converter is not installed: {_HOW}")
+    raise ConfigError(
+        "the converter is not installed; from a checkout of Holdfast: pip install ./plugins/convert"
+    )
 
 
 def _find_command() -> click.Command:

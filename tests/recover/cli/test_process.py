@@ -74,8 +74,8 @@ def test_misuse_ends_with_2_and_a_line_that_says_what_to_do(tmp_path: Path) -> N
 def test_convert_says_how_to_install_it_where_it_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_CONVERTER]
     told = (
-        "error: the converter is not installed: pip install holdfast-convert, or from a checkout "
-        "pip install -e plugins/convert\n"
+        "error: the converter is not installed; from a checkout of Holdfast: pip install "
+        "./plugins/convert\n"
     )
     for args, code, expected in (
         (["convert", str(tmp_path), "there", "--to", "hf", "--json"], 2, told),
