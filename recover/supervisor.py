@@ -40,6 +40,7 @@ from ..utils.errors import (
 )
 from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
+from ..utils.processes import refuse_import_of_script
 from .config import RecoverConfig
 from .storage.journal import Journal
 from .triggers import StopNotice
@@ -285,7 +286,7 @@ class Supervisor:
         back to Ray.
 
         Raises:
-            ConfigError: Ray is not initialised.
+            ConfigError: Ray is not initialised, or a helper process imports the script.
             JobRefusedError: another job still used the folder of the run after ``lock_timeout_s``.
             RetriesExhausted: there were more losses than the configuration allows. Raised from the
                 last `WorkerLost`.
@@ -293,6 +294,7 @@ class Supervisor:
             BaseException: any other exception of the job, `Preempted` included, at once and
                 unchanged.
         """
+        refuse_import_of_script()
         require_ray()
         sigterm = _Sigterm()
         with sigterm.handled(), ExitStack() as stack:

@@ -6,6 +6,7 @@ Linux only. Elsewhere no process counts as alive, and leases never end.
 
 import contextlib
 import ctypes
+import inspect
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .errors import ConfigError
 from .launch import launch_environment
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -140,6 +142,24 @@ def end_processes(
     for process in alive:
         process.kill()
     return still_alive(alive, timeout_s)
+
+
+def refuse_import_of_script() -> None:
+    """Refuse to begin a job while a helper process of ``multiprocessing`` imports the script.
+
+    Raises:
+        ConfigError: it does.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        # The script has this name there, and its functions have it after the import, too.
+        of_script = frame.f_globals.get("__name__") == "__mp_main__"
+        if of_script and frame.f_code.co_name == "<module>":
+            raise ConfigError(
+                "a helper process, of a CallPool for example, imports the script, which begins the "
+                'job again there; put all that begins it below `if __name__ == "__main__":`'
+            )
+        frame = frame.f_back
 
 
 def die_with_parent() -> None:

@@ -83,7 +83,8 @@ class CallPool:
             work = pickle.dumps((fn, args, kwargs))
         except UNPICKLABLE as error:
             raise ConfigError(
-                f"{fn} or its arguments cannot be sent to another process: {error}"
+                f"{fn} or its arguments cannot be sent to another process: {error}; give a "
+                "function of a module or of the script, and plain arguments"
             ) from error
         inner = getattr(fn, "func", fn)  # of a partial
         name = getattr(inner, "__qualname__", repr(fn))

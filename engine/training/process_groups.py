@@ -26,7 +26,7 @@ from ...utils.distributed import gather_objects
 from ...utils.errors import ConfigError
 from ...utils.launch import launch_environment
 from ...utils.logging import get_logger
-from ...utils.processes import die_with_torchrun
+from ...utils.processes import die_with_torchrun, refuse_import_of_script
 from ..parallel_strategy import ParallelStrategy
 from .meshes import Meshes, open_meshes
 
@@ -64,9 +64,11 @@ def open_process_groups(
     Raises:
         ConfigError: the world has another size than ``strategy`` says (see
             `ParallelStrategy.for_world`), the devices of the ranks do not match (see
-            `agree_on_device`), the port of rank 0 is in use, or srun does not tell the rank.
+            `agree_on_device`), the port of rank 0 is in use, srun does not tell the rank, or a
+            helper process imports the script (see `refuse_import_of_script`).
         PeerError: other ranks have no usable device.
     """
+    refuse_import_of_script()
     die_with_torchrun()
     timeout = timedelta(seconds=timeout_s)
     owns_default = not dist.is_initialized()

@@ -4,6 +4,7 @@ up.
 
 import asyncio
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -50,6 +51,22 @@ def test_an_error_of_a_function_is_raised_with_its_traceback() -> None:
         with pytest.raises(RuntimeError, match="Odd: odd"):
             call(pool, user_code.raise_odd)
         assert call(pool, user_code.add, 1, 1) == 2 and pool.n_lost == 0
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "from holdfast.engine import *; FSDPEngine(TrainEngineConfig()).create_process_group()",
+        "from holdfast.recover.supervisor import Supervisor; Supervisor().run(print)",
+    ],
+)
+def test_a_helper_process_that_imports_the_script_does_not_begin_its_job(
+    tmp_path: Path, begin: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(begin)
+    with pytest.raises(ConfigError, match='below `if __name__ == "__main__":`'):
+        runpy.run_path(str(script), run_name="__mp_main__")  # as multiprocessing does
 
 
 def test_a_call_that_hangs_is_ended_and_made_once_more(tmp_path: Path) -> None:
