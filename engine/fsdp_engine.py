@@ -832,8 +832,8 @@ class FSDPEngine:
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise ConfigError(
-                "the engine has no optimizer (config key 'optimizer' is null): it can neither "
-                "train nor save one"
+                "the engine has no optimizer, because initialize was not called or config key "
+                "'optimizer' is null: it can neither train nor save one"
             )
         return self.optimizer
 

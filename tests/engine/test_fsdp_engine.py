@@ -498,6 +498,8 @@ def _lifecycle(rank: int, world_size: int, folder: str) -> None:
     assert dist.is_initialized()  # the engine did not create the group
     with pytest.raises(ConfigError, match="no model"):
         engine.train()
+    with pytest.raises(ConfigError, match="no optimizer, because initialize was not called or"):
+        engine.optimizer_zero_grad()
     with pytest.raises(ConfigError, match="create_process_group first"):
         engine.initialize(None, SPEC)
     with pytest.raises(ConfigError, match="'device' is 'cuda', but"):
