@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from examples.agent_grpo import make_shop, price_of, query
 from tests.integration.sft_runs import kill_tree
 from tests.limits import stretched
 from tests.minimal import ROOT, TORCHRUN, served_model
@@ -58,6 +59,13 @@ def live(command: list[str], log: Path, kill_after: int | None) -> list[tuple[in
     finally:
         if job.poll() is None:
             kill_tree(job)
+
+
+def test_a_digit_of_another_script_is_no_item_of_the_database(tmp_path: Path) -> None:
+    shop = str(tmp_path / "shop.sqlite")
+    make_shop(shop)
+    assert query(shop, "3=") == f"={price_of(3)}+"
+    assert query(shop, "\N{ARABIC-INDIC DIGIT THREE}=") == "="
 
 
 @pytest.mark.slow
