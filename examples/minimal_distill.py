@@ -62,7 +62,7 @@ class Config:
     python: str = sys.executable
     """Python of an environment with vLLM."""
     gpu: str | None = None
-    """Device of the server. None: the first one."""
+    """Device of the server. None: the first one, which rank 0 has, too."""
     fileroot: str = "runs/minimal_distill"
     """Folder for snapshots, published weights, logs of servers and the trained model."""
     dtype: str = "bfloat16"
@@ -173,8 +173,8 @@ def main(config: Config) -> None:
                 )
             step = step.next()
 
-    # The trained model, for `from_pretrained` and inference servers.
-    trained = Path(config.fileroot, "model")
+    # The trained model, for `from_pretrained` and inference servers. A longer run has another one.
+    trained = Path(config.fileroot, f"model_{spec.total_train_steps}")
     if not trained.exists():
         engine.save(SaveLoadMeta(str(trained), "hf", with_optim=False, tokenizer=tokenizer))
     engine.destroy()

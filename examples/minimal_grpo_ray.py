@@ -185,7 +185,7 @@ def run(config: Config, fleet: ServerFleet, attempt: Attempt) -> None:
             handler.dump(workers, step, dataloader=loader)
             print(f"step {step.global_step}: reward {stats['reward']:.3f}", flush=True)
             step = step.next()
-    trained = Path(config.fileroot, "model")
+    trained = Path(config.fileroot, f"model_{spec.total_train_steps}")
     if not trained.exists():
         workers.call_all("export", str(trained), tokenizer)
 

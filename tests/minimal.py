@@ -139,10 +139,11 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         status = job.wait()  # the job got it, too, and takes a snapshot
     if status == 0 and example == DISTILL:
+        trained = max((folder / "runs").glob("model_*"), key=os.path.getmtime)
         models = {
             "teacher": folder / "teacher",
             "student before": folder / "model",
-            "student": folder / "runs" / "model",
+            "student": trained,
         }
         for name, model in models.items():
             print(f"accuracy of the {name}: {accuracy(model):.3f}", flush=True)
