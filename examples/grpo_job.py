@@ -97,7 +97,7 @@ class GRPOConfig:
     backend: str | None = None
     """Mesh of the trainers, for example ``fsdp:d1c2``. None: as ``actor.backend`` says."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers in addition to ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
+    """Trackers in addition to ``stats.jsonl``, by their names in docs/examples.md."""
     log_level: str = "WARNING"
     """Log level of the driver and all workers."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)

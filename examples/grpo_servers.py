@@ -54,7 +54,7 @@ from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.config import require_at_least, require_choice
+from holdfast.utils.config import require_at_least, require_choice, require_range
 from holdfast.utils.errors import ConfigError, RolloutError, ServerError
 from holdfast.utils.metrics import read_stats
 from holdfast.utils.timing import PhaseTimes
@@ -107,12 +107,11 @@ class GRPOServersConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(self, n_servers=1)
-        count = len(self.servers) or self.n_servers
-        if not 1 <= self.min_servers <= count:
-            raise ConfigError(
-                f"config key 'min_servers' is {self.min_servers}; expected 1 to {count}, the "
-                "servers"
-            )
+        # `holdfast serve` may keep any number of them in a folder.
+        count = float("inf")
+        if self.servers_folder is None:
+            count = len(self.servers) or self.n_servers
+        require_range("min_servers", self.min_servers, low=1, high=count)
         self.rollout = replace(self.rollout, seed=self.seed, total_steps=self.total_steps)
         if self.actor.router_replay.is_on:
             self.rollout = replace(self.rollout, return_routed_experts=True)

@@ -74,7 +74,7 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """A ``.../recover/global_step_N`` folder."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers in addition to ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
+    """Trackers in addition to ``stats.jsonl``, by their names in docs/examples.md."""
 
     def __post_init__(self) -> None:
         require_trackers(self.trackers)

@@ -203,6 +203,12 @@ def test_publishing_in_a_way_that_lacks_something_is_refused(
         load_config(GRPOServersConfig, GRPO.with_name("grpo_servers.yaml"), settings)
 
 
+def test_a_folder_may_have_more_servers_than_the_job_would_start() -> None:
+    with pytest.raises(ConfigError, match="'min_servers' is 3; expected a value from 1 to 2"):
+        load_config(GRPOServersConfig, None, ["min_servers=3"])
+    load_config(GRPOServersConfig, None, ["min_servers=3", "servers_folder=/runs/e/t/servers"])
+
+
 def test_servers_that_do_not_answer_end_the_job_before_it_trains(
     run: GrpoRun, servers: list[FakeServer]
 ) -> None:
