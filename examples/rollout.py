@@ -119,11 +119,15 @@ class RolloutWorker:
             return_dict_in_generate=True,
         )
 
-        # The scores are the logits of each new token, divided by the temperature.
+        # The scores are the logits of each new token, divided by the temperature. They are large,
+        # so that the log-probabilities of all words exist for one position at a time.
         completions = out.sequences[:, input_ids.shape[1] :]
-        by_token = [scores.float().log_softmax(-1) for scores in out.scores]
-        of_all = torch.stack(by_token, dim=1)
-        logprobs = of_all.gather(-1, completions[..., None])[..., 0]
+        by_position = []
+        for position, scores in enumerate(out.scores):
+            of_words = scores.float().log_softmax(-1)
+            sampled = completions[:, position, None]
+            by_position.append(of_words.gather(-1, sampled)[:, 0])
+        logprobs = torch.stack(by_position, dim=1)
 
         batch = self._pack(rows, completions.cpu(), logprobs.cpu())
         return with_images(batch, seen)

@@ -1,5 +1,6 @@
 """The rollout worker's data about its samples agrees with the trainer."""
 
+import resource
 from pathlib import Path
 
 import torch
@@ -52,3 +53,23 @@ def test_sampled_log_probabilities_are_the_trainers_whatever_the_folder_says_of_
         tmp_path / "model"
     )
     run_ranks(_sample_and_compare, 1, str(tmp_path / "model"))
+
+
+def _memory_of_samples(rank: int, world_size: int, folder: str, n_words: int) -> float:
+    """Peak memory of sampling, divided by the bytes of all scores."""
+
+    def peak_bytes() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    rollout = RolloutWorker(folder)
+    rollout.update_weights_from_disk(folder, 0)
+    before = peak_bytes()
+    rollout.generate([[4, 5, 6]], n_samples=64, max_new_tokens=40, temperature=1.0, seed=1)
+    return (peak_bytes() - before) / (64 * 40 * n_words * 4)
+
+
+def test_log_probabilities_of_samples_take_little_memory_beside_the_scores(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=20_000))
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    (copies,) = run_ranks(_memory_of_samples, 1, str(tmp_path / "model"), 20_000)
+    assert copies < 3
