@@ -26,7 +26,13 @@ from ...utils.distributed import all_ranks_succeed
 from ...utils.logging import get_logger
 from ..dcp.state import DCPState
 from ..memory.offloaded import MODEL, Away, refuse, tensors_away
-from ..memory.tensors import by_clean_name, first_names, is_expanded, local_tensor, named_tensors
+from ..memory.tensors import (
+    by_clean_name,
+    first_names,
+    is_expanded,
+    local_tensor,
+    named_tensors,
+)
 from ..memory.weight_changes import wait_for_readers
 from ..training.gradient_sync import drop_partial
 from .host_buffers import HostBuffers
@@ -152,8 +158,8 @@ class Offload:
     def _tensors_of(self, tags: Collection[str]) -> dict[str, Tensor]:
         """Dotted name -> tensor to offload. What shares its memory with another tensor stays."""
         tensors = self._state.live_tensors(readable=False)  # without gathered parameters
-        named = named_tensors(self._state.model)
-        for name, tensor in first_names(by_clean_name(named)).items():
+        named = by_clean_name(named_tensors(self._state.model))
+        for name, tensor in first_names(named).items():
             tensors[f"{MODEL}{name}"] = tensor
 
         local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
