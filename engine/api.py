@@ -1,9 +1,9 @@
 """Value types and protocols of the public interface, under AReaL's names."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -235,7 +235,7 @@ class WeightUpdateMeta:
             advice = "give one that the servers see too; `engine.save` exports to URLs"
             folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
             # Servers have another working directory, and so may the driver that tells them.
-            object.__setattr__(self, "path", os.path.abspath(folder))
+            object.__setattr__(self, "path", str(Path(folder).absolute()))
         # Only weights that are sent from memory need no folder.
         elif self.type != "xccl":
             raise ConfigError(

@@ -55,7 +55,8 @@ def stored_tensors(
     if not isinstance(model, PreTrainedModel):
         raise CheckpointMismatchError(
             f"a {type(model).__name__} is no model of transformers; pass the PreTrainedModel or "
-            "PeftModel that is inside of it (model.module of DistributedDataParallel)"
+            "PeftModel that is inside of it (`module` of DistributedDataParallel, `_orig_mod` "
+            "of torch.compile)"
         )
     if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(

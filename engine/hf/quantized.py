@@ -1,4 +1,4 @@
-"""Refuse folders with quantized weights, and show the lines that dequantize them.
+"""Refuse folders with other weights than the plain ones that a load reads, and say what to do.
 
 Holdfast trains float32 parameters. Quantized tensors have other names, shapes and dtypes than the
 model's. A load would call them unexpected, or cast packed bytes as if they were weights.
@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...utils.errors import ConfigError
+from ...utils.errors import CheckpointMismatchError, ConfigError
 from ..model_folder import read_raw_config
+from .safetensors_layout import ADAPTER_NAME, INDEX_NAME, WEIGHTS_NAME
 
 _CONFIGS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Method -> the config class of transformers that dequantizes on load."""
@@ -23,6 +24,25 @@ _NAMES = {
     "compressed-tensors": r"\.weight_(packed|scale)$",
 }
 """Method -> pattern of names that only its tensors have."""
+
+
+def refuse_other_weights(folder: Path) -> None:
+    """Raise CheckpointMismatchError if `from_pretrained` would load other weights from ``folder``
+    than the usual files have.
+    """
+    if (folder / ADAPTER_NAME).is_file() and (folder / "config.json").is_file():
+        raise CheckpointMismatchError(
+            f"{folder} also holds an adapter ({ADAPTER_NAME}), which from_pretrained adds to the "
+            "weights; merge it into them (PeftModel.merge_and_unload, save_pretrained), or use a "
+            "copy of the folder without its files"
+        )
+    usual = WEIGHTS_NAME if (folder / WEIGHTS_NAME).is_file() else INDEX_NAME
+    named = read_raw_config(folder).get("transformers_weights")
+    if named not in (None, usual):
+        raise CheckpointMismatchError(
+            f"{folder}/config.json names {named!r} as its weights (transformers_weights); expected "
+            f"{usual}; load the model with transformers and save it again"
+        )
 
 
 def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:

@@ -24,7 +24,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from ...utils.files import StrPath
-from ..model_folder import read_raw_config
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -217,15 +216,13 @@ def read_layout(
 
     CheckpointNotFoundError if there is no such folder, or it has no safetensors weights.
     CheckpointCorruptError if a file is missing, truncated, not safetensors, or disagrees with the
-    index. CheckpointMismatchError if torch does not know a dtype, or if `from_pretrained` would
-    take other weights from the folder.
+    index. CheckpointMismatchError if torch does not know a dtype.
     """
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointNotFoundError(
             f"{root} is not a folder; expected a Hugging Face model folder"
         )
-    _refuse_other_weights(root)
     if (root / WEIGHTS_NAME).is_file():
         return read_header(open_file(WEIGHTS_NAME))
     if not (root / INDEX_NAME).is_file():
@@ -253,22 +250,6 @@ def read_layout(
                 f"{root / INDEX_NAME} says that {key} is in {name}, but it is not"
             )
     return slots
-
-
-def _refuse_other_weights(root: Path) -> None:
-    """Refuse a model of which transformers loads other files than the usual ones, or more."""
-    if (root / ADAPTER_NAME).is_file() and (root / "config.json").is_file():
-        raise CheckpointMismatchError(
-            f"{root} also holds an adapter ({ADAPTER_NAME}), which from_pretrained adds to the "
-            "weights; merge it into them (PeftModel.merge_and_unload, save_pretrained), or move "
-            "its files away"
-        )
-    named = read_raw_config(root).get("transformers_weights")
-    if named is not None:
-        raise CheckpointMismatchError(
-            f"{root}/config.json names {named!r} as its weights (transformers_weights); expected "
-            f"{WEIGHTS_NAME} or {INDEX_NAME}; load the model with transformers and save it again"
-        )
 
 
 def _read_index(path: Path) -> dict[str, str]:

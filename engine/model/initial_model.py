@@ -22,7 +22,7 @@ from ..dcp.base_model import BaseFolder
 from ..hf.dtypes import base_dtype, file_dtypes
 from ..hf.load import load_hf
 from ..hf.name_mapping import plan_loading
-from ..hf.quantized import refuse_quantized
+from ..hf.quantized import refuse_other_weights, refuse_quantized
 from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
@@ -95,6 +95,7 @@ def build_initial_model(
     with all_ranks_succeed(f"building the model of {folder}", control):
         refuse_quantized(folder)
         if not config.init_from_scratch:
+            refuse_other_weights(folder)
             with WeightReader(folder) as reader:
                 refuse_quantized(folder, reader.layout())
         model = build_on_meta(config)

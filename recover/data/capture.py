@@ -153,11 +153,13 @@ def require_state(loader: Any) -> None:
     Raises:
         ConfigError: it lacks ``state_dict`` or ``load_state_dict``.
     """
-    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    # Accelerate's have both methods in any case, and ask the loader inside.
+    inner = getattr(loader, "base_dataloader", loader)
+    has_state = hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
     if loader is None or has_state:
         return
     raise ConfigError(
-        f"the dataloader is a {type(loader).__name__}, which lacks state_dict/load_state_dict, so "
+        f"the dataloader is a {type(inner).__name__}, which lacks state_dict/load_state_dict, so "
         "that a restart could not find its place; give a ResumableDataLoader, torchdata's "
         "StatefulDataLoader, or torch's DataLoader in `recoverable` of "
         "holdfast.integrations.accelerate"

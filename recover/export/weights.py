@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engine.hf.name_mapping import loaded_elements, plan_loading
-from ...engine.hf.quantized import refuse_quantized
+from ...engine.hf.quantized import refuse_other_weights, refuse_quantized
 from ...engine.hf.tensor_origins import FileTensor
 from ...engine.hf.weight_files import WeightReader
 from ...engine.memory.lazy_tensor import LazyTensor
@@ -34,6 +34,7 @@ def read_model_folder(
     """Tensors of a Hugging Face folder under the names of the model's ``state_dict``, as
     ``from_pretrained`` does.
     """
+    refuse_other_weights(folder)
     reader = files.enter_context(WeightReader(folder))
     slots = reader.layout()
     refuse_quantized(folder, slots)

@@ -47,6 +47,10 @@ class ExportRequest:
     tokenizer: Any
     processor: Any
 
+    def __post_init__(self) -> None:
+        # A text instead of an object is an error now, and not at the first export.
+        HFExportOptions(tokenizer=self.tokenizer, processor=self.processor)
+
     def name(self, target: RankEngines) -> str:
         """Return the name of the engine to export. Raises `ConfigError` if none or several could be
         meant.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
 from holdfast.engine.api import FinetuneSpec, StepInfo
@@ -245,8 +246,18 @@ def test_registering_wants_a_free_name_and_a_state(tmp_path: Path) -> None:
 def test_a_dataloader_without_a_state_is_refused_before_the_first_step(tmp_path: Path) -> None:
     samples: Any = list(range(24))
     plain: Any = DataLoader(samples, 4)
-    with pytest.raises(ConfigError, match=r"is a DataLoader, which lacks .*`recoverable`"):
-        make_handler(tmp_path).load(Tiny().state, plain)
+    prepared = DataLoaderShard(samples, batch_size=4)  # has the methods, and the loader inside not
+    for loader in (plain, prepared):
+        with pytest.raises(ConfigError, match=r"is a DataLoader, which lacks .*`recoverable`"):
+            make_handler(tmp_path).load(Tiny().state, loader)
+
+
+def test_the_name_of_a_tokenizer_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    config = RecoverConfig(
+        experiment_name="e", trial_name="t", fileroot=str(tmp_path), hf_freq_steps=1
+    )
+    with pytest.raises(ConfigError, match=r"tokenizer is 'Qwen/Qwen3-0\.6B'; expected the object"):
+        RecoverHandler(config, SPEC, tokenizer="Qwen/Qwen3-0.6B")
 
 
 @pytest.mark.parametrize("names", [{}, {"state": 1}, {"../x": 1}, {"": 1}])

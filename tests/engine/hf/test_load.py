@@ -123,6 +123,9 @@ def _write_folders(root: Path) -> None:
     config = json.loads((named / "config.json").read_text())
     config["transformers_weights"] = "consolidated.safetensors"
     (named / "config.json").write_text(json.dumps(config))
+    usual = Path(shutil.copytree(good, root / "usual_weights"))
+    config["transformers_weights"] = "model.safetensors"
+    (usual / "config.json").write_text(json.dumps(config))
     embedding = "model.embed_tokens.weight"
     _rewrite(good, root / "other_name", lambda t: t.update({"lm_head.weight": t.pop(embedding)}))
     _rewrite(
@@ -185,7 +188,8 @@ def _refusals(rank: int, world_size: int, root: Path) -> dict[str, str]:
 
 def _forgiven(rank: int, world_size: int, root: Path) -> None:
     expected = _values(sharded(tiny_model("qwen3_tied")))
-    for folder in ("other_name", "both_names", "no_prefix", "double", "old_buffers"):
+    names = ("other_name", "both_names", "no_prefix", "double", "old_buffers", "usual_weights")
+    for folder in names:
         model = sharded(tiny_model("qwen3_tied", seed=1))
         assert load_hf(model, root / folder) == [], folder
         assert _same(model, expected), folder
