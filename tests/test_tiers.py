@@ -32,6 +32,7 @@ def collected(*options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.slow
 def test_pytest_runs_one_part_of_its_tests_and_a_session_without_the_option_all() -> None:
     every = collected()
     assert collected("--part=2/3") == every[1::3]

@@ -67,16 +67,20 @@ def check_kill_and_resume(command: list[str], folder: Path, steps: int) -> None:
     assert second[0] in range(3, first[-1] + 3, 3)  # a snapshot comes before its line is printed
     assert second == list(range(second[0], steps))
     assert f"resumed at step {second[0]} from" in (folder / "second.txt").read_text()
+    check_model(folder, steps)
+
+
+def check_model(folder: Path, steps: int) -> None:
+    """Load the model that a job wrote at its end."""
     trained = folder / "runs" / f"model_{steps}"  # so that a longer run writes its own
     model = AutoModelForCausalLM.from_pretrained(trained)
     assert len(AutoTokenizer.from_pretrained(trained)) == model.vocab_size
 
 
-def test_the_minimal_example_resumes_after_a_kill_and_exports_its_model(tmp_path: Path) -> None:
-    one_rank = [*TORCHRUN[:-1], "--nproc_per_node=1", str(EXAMPLE)]
-    check_kill_and_resume(
-        [*one_rank, *arguments_of(tmp_path), *SHORT, "epochs=2"], tmp_path, steps=10
-    )
+def test_the_minimal_example_trains_and_exports_its_model(tmp_path: Path) -> None:
+    command = [*TORCHRUN[:-1], "--nproc_per_node=1", str(EXAMPLE), *arguments_of(tmp_path), *SHORT]
+    assert live([*command, "epochs=1"], tmp_path / "log.txt") == list(range(5))
+    check_model(tmp_path, steps=5)
 
 
 @pytest.mark.slow
