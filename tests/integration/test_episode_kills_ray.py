@@ -16,7 +16,6 @@ import ray
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
 from tests.engine.servers.fakes import FakeServer
-from tests.helpers import PRELOAD
 from tests.integration.episode_job import (
     BATCH_SIZE,
     EpisodeJob,
@@ -71,9 +70,10 @@ class Driver:
     def __init__(self, job: EpisodeJob) -> None:
         self._trainers = Path(job.root) / TRAINERS
         self._trainers.unlink(missing_ok=True)
-        context = get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
         address = ray.get_runtime_context().gcs_address
+        # The fork server began before this Ray, which has set variables with which it asks for a
+        # token.
+        context = get_context("spawn")
         self.process: Any = context.Process(target=drive_on_ray, args=(job, address))
         self.process.start()
 

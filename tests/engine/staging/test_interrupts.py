@@ -162,7 +162,7 @@ def test_an_interrupt_at_any_line_of_offload_and_onload_loses_no_bit(
     kind: str, opcodes: bool, tmp_path: Path
 ) -> None:
     write_base(tmp_path)
-    [counts] = run_ranks(_is_interrupted, 1, str(tmp_path), kind, opcodes)
+    [counts] = run_ranks(_is_interrupted, 1, str(tmp_path), kind, opcodes, timeout_s=280)
     assert min(counts) > 30, "many lines were interrupted"
 
 
