@@ -35,7 +35,7 @@ from ..memory.weight_changes import changing_weights
 from ..model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
 from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
-from .quantized import refuse_other_weights, refuse_quantized
+from .refused_weights import refuse_other_weights, refuse_quantized
 from .safetensors_layout import Slots
 from .shard_ranges import TransferPlan, equal_share, overlap, plan_transfers
 from .tensor_origins import FileTensor, sources_of

@@ -22,7 +22,7 @@ from ..dcp.base_model import BaseFolder
 from ..hf.dtypes import base_dtype, file_dtypes
 from ..hf.load import load_hf
 from ..hf.name_mapping import plan_loading
-from ..hf.quantized import refuse_other_weights, refuse_quantized
+from ..hf.refused_weights import refuse_other_weights, refuse_quantized
 from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters

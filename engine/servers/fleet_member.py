@@ -314,8 +314,7 @@ class FleetMember(Generic[S]):
         finally:
             self._asked_at = None
 
-    # What the prober does: have the server load the weights that it should serve, or put it to
-    # sleep again.
+    # Calls of the prober. The server loads the weights that it should serve, or sleeps again.
 
     def note_silence(self) -> None:
         """Note the server as gone if a status request has taken too long."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engine.hf.name_mapping import loaded_elements, plan_loading
-from ...engine.hf.quantized import refuse_other_weights, refuse_quantized
+from ...engine.hf.refused_weights import refuse_other_weights, refuse_quantized
 from ...engine.hf.tensor_origins import FileTensor
 from ...engine.hf.weight_files import WeightReader
 from ...engine.memory.lazy_tensor import LazyTensor
