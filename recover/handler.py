@@ -401,9 +401,9 @@ class RecoverHandler:
                 Nothing is committed.
             Exception: any other error of a snapshot in the background.
             ConfigError: a user object's state could not be read back, a metric is not a number,
-                `load` was not called, or got a dataloader that is missing here, the step is older
-                than the newest snapshot, or the sampler was set to another epoch than the resumed
-                one.
+                `load` was not called, only one of `load` and `dump` got a dataloader, the step is
+                older than the newest snapshot, or the sampler was set to another epoch than the
+                resumed one.
         """
         self._require_open()
         if self.config.mode == "off":
@@ -412,11 +412,6 @@ class RecoverHandler:
         if position is None:
             raise ConfigError(
                 "dump was called before load: whether the run is to be resumed must be known first"
-            )
-        if dataloader is None and position.has_data:
-            raise ConfigError(
-                "dump got no dataloader, but load did: the next start would refuse the generation. "
-                "Pass the same one"
             )
         if not isinstance(step_info, StepInfo):
             step_info = StepInfo.at(step_info, self.ft_spec.steps_per_epoch)
@@ -431,8 +426,11 @@ class RecoverHandler:
         step = step_info.global_step
         self._folder.journal.note("step", step=step)
 
-        # All callers agree on what to do.
-        ask = partial(self._saver.wants, trained, position.epoch, force)
+        # All callers agree on what to do. A mistake of one is raised in all.
+        def ask() -> Wanted:
+            position.check_dataloader(dataloader)
+            return self._saver.wants(trained, position.epoch, force)
+
         wanted, stop = self._triggers.after_step(ranks, step_info, ask)
         position.epoch = None
 

@@ -15,7 +15,7 @@ from ...engine.api import Stateful
 from ...engine.dcp.configured import Settled
 from ...engine.dcp.fingerprint import sample_state
 from ...utils.distributed import all_ranks_succeed, get_rank
-from ...utils.errors import CheckpointCorruptError
+from ...utils.errors import CheckpointCorruptError, ConfigError
 from ...utils.files import half_loaded
 from ...utils.logging import get_logger
 from ...utils.plain_values import read_plain, unpack_plain
@@ -43,6 +43,18 @@ class Position:
     epoch: RestoredEpoch | None = None
     # restored state of this process's random generators. None in a fresh run
     rng: RngState | None = None
+
+    def check_dataloader(self, dataloader: Stateful | None) -> None:
+        """Raise `ConfigError` if `load` and `dump` do not agree on whether there is a dataloader:
+        the next start would refuse the generation.
+        """
+        if (dataloader is not None) == self.has_data:
+            return
+        with_one, without = ("load", "dump") if self.has_data else ("dump", "load")
+        raise ConfigError(
+            f"{without} got no dataloader, but {with_one} did: the next start would refuse the "
+            "generation. Pass the same one to both"
+        )
 
 
 @dataclass(frozen=True)

@@ -270,13 +270,18 @@ def test_engine_names_that_cannot_be_folders_are_refused(
         make_handler(tmp_path).load(3)
 
 
-def test_a_dump_without_the_dataloader_of_the_load_is_refused(tmp_path: Path) -> None:
+def test_a_dataloader_that_only_load_or_only_dump_got_is_refused(tmp_path: Path) -> None:
     tiny, loader = Tiny(), ResumableDataLoader(list(range(24)), 4, seed=1)
     with make_handler(tmp_path, freq_steps=1) as handler:
         handler.load(tiny.state, loader)
         with pytest.raises(ConfigError, match="dump got no dataloader, but load did"):
             handler.dump(tiny.state, step_info(0), force=True)
         assert handler.dump(tiny.state, step_info(0), loader)
+    with make_handler(tmp_path / "other", freq_steps=2) as handler:
+        handler.load(tiny.state)
+        with pytest.raises(ConfigError, match="load got no dataloader, but dump did"):
+            handler.dump(tiny.state, step_info(0), loader)  # no snapshot is due
+        assert handler.dump(tiny.state, step_info(1))
 
 
 # resume_path

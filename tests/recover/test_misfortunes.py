@@ -237,19 +237,29 @@ def test_ranks_wait_for_a_slow_decision_for_longer_than_their_group_would(tmp_pa
         fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # and no process holds it now
 
 
-def _one_rank_has_data(rank: int, world_size: int, root: str) -> str:
+def _one_rank_has_data(rank: int, world_size: int, root: str, at_load: tuple[int, ...]) -> str:
     handler, tiny = make_handler(root, freq_steps=1), Tiny()
-    handler.load(tiny.state)
-    loader = ResumableDataLoader(list(range(24)), 4, seed=0) if rank == 0 else None
+    loader = ResumableDataLoader(list(range(24)), 4, seed=0)
+    handler.load(tiny.state, loader if rank in at_load else None)
     with pytest.raises((ConfigError, PeerError)) as caught:
-        handler.dump(tiny.state, step_info(0), loader)
+        handler.dump(tiny.state, step_info(0), loader if rank == 0 else None)
     dist.barrier()
     return str(caught.value)
 
 
-def test_a_dataloader_on_some_ranks_only_is_an_error_on_all(tmp_path: Path) -> None:
-    for message in run_ranks(_one_rank_has_data, 2, str(tmp_path)):
-        assert "rank(s) [1] passed no dataloader" in message
+@pytest.mark.parametrize(
+    ("at_load", "words"),
+    [
+        ((0,), "rank(s) [1] passed no dataloader"),
+        ((0, 1), "dump got no dataloader, but load did"),
+        ((), "load got no dataloader, but dump did"),
+    ],
+)
+def test_a_dataloader_on_some_ranks_only_is_an_error_on_all(
+    tmp_path: Path, at_load: tuple[int, ...], words: str
+) -> None:
+    for message in run_ranks(_one_rank_has_data, 2, str(tmp_path), at_load):
+        assert words in message
     assert names(tmp_path) == [] and hidden(tmp_path) == []
 
 
