@@ -164,7 +164,8 @@ class Kill:
 
     Attributes:
         step: number of the step in its life (0, 1 ...) that it has begun. -1: before the first.
-        share: delay as a share of the previous step's time, or of 0.3 s.
+        share: delay as a share of the previous step's time, or of 0.3 s. The life ends two steps
+            later at the latest, however long the previous step was.
     """
 
     step: int
@@ -173,6 +174,8 @@ class Kill:
 
     def begin(self, step: int) -> None:
         now_s = time.monotonic()
+        if step == self.step + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         if step == self.step:
             before_s = 0.3 if self._began_s is None else now_s - self._began_s
             timer = threading.Timer(self.share * before_s, os.kill, (os.getpid(), signal.SIGKILL))
