@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ...utils.distributed import RankGroup, gather_objects, get_rank, get_world_size
+from ...utils.distributed import (
+    RankGroup,
+    all_ranks_succeed,
+    gather_objects,
+    get_rank,
+    get_world_size,
+)
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
@@ -84,14 +90,15 @@ class FrozenBase:
         """Forget parameters that have changed on any rank or are no longer ``frozen``, so that
         checkpoints hold them.
 
-        All ranks of the model call it. Cost: one pass over this rank's part of the base, and one
-        small exchange.
+        All ranks of the model call it. Cost: one pass over this rank's part of the base, and two
+        small exchanges.
         """
         # Parameters that this rank has to store: its part has changed, or was never noted.
-        watched = {name: tensor for name, tensor in frozen.items() if name in self.sums}
-        now = sums_of(watched)
-        unchanged = {name for name, bits in now.items() if bits == self.sums[name]}
-        own = sorted(frozen.keys() - unchanged)
+        with all_ranks_succeed("looking for changes of frozen parameters", group):
+            watched = {name: tensor for name, tensor in frozen.items() if name in self.sums}
+            now = sums_of(watched)
+            unchanged = {name for name, bits in now.items() if bits == self.sums[name]}
+            own = sorted(frozen.keys() - unchanged)
 
         # All ranks store a parameter that one rank has to store.
         stored = set[str]().union(*gather_objects(own, group))

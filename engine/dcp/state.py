@@ -219,6 +219,11 @@ class DCPState(TorchStateful):
         return get_rank() // self.ranks_with_same_data
 
     @property
+    def is_collective(self) -> bool:
+        """Whether `state_dict` has the ranks agree, so that none may fail just before it alone."""
+        return self._trainable_only is not False and self._stored is None
+
+    @property
     def base(self) -> BaseFolder:
         """Source of the frozen parameters."""
         return self._base or BaseFolder.of(self.model)

@@ -9,7 +9,7 @@ rank, and become visible by one rename.
 import platform
 import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -307,12 +307,14 @@ class RankSession:
                 names = list(target.engines)
             elif request is not None:
                 names = [request.name(target)]
-            for name in names:
-                state = target.state(name)
+            states = {name: target.state(name) for name in names}
+            for name, state in states.items():
                 if timeout_s is not None:
-                    session.staging_of(name, state).prepare(state, model_only=not snapshots)
+                    with _before_collectives(states, target):
+                        session.staging_of(name, state).prepare(state, model_only=not snapshots)
                 if snapshots:
-                    session.check_loads_again(name, state, state.state_dict())
+                    with _before_collectives(states, target):
+                        session.check_loads_again(name, state, state.state_dict())
         except BaseException:
             session.close()
             raise
@@ -334,23 +336,25 @@ class RankSession:
     def _capture_snapshot(self, target: RankEngines, staged: bool) -> RankCapture:
         # Counters, user objects and generators, by value.
         states = {name: target.state(name) for name in target.engines}
-        counts = {name: count_engine(state) for name, state in states.items()}
-        versions = {}
-        for name, engine in target.engines.items():
-            if hasattr(engine, "get_version"):
-                versions[name] = engine.get_version()
-        process, rng = capture_process(target.stateful, target.ranks_with_same_data)
+        with _before_collectives(states, target):
+            counts = {name: count_engine(state) for name, state in states.items()}
+            versions = {}
+            for name, engine in target.engines.items():
+                if hasattr(engine, "get_version"):
+                    versions[name] = engine.get_version()
+            process, rng = capture_process(target.stateful, target.ranks_with_same_data)
 
         # Tensors, with one capture of the generators for all engines and the file of the process.
         values = {}
         for name, state in states.items():
             self._savers.setdefault(name, DCPSaver(state.ranks_with_same_data))
             state = state.with_rng(rng)
-            if staged:
-                values[name] = self.staging_of(name, state).stage(state)
-            else:
-                values[name] = state.state_dict()
-            self.check_loads_again(name, state, values[name])
+            with _before_collectives(states, target):
+                if staged:
+                    values[name] = self.staging_of(name, state).stage(state)
+                else:
+                    values[name] = state.state_dict()
+                self.check_loads_again(name, state, values[name])
 
         # The groups and the number of the rank, because a group may be destroyed before the write.
         groups = {name: target.group_of(name) for name in target.engines}
@@ -478,6 +482,17 @@ class RankSession:
         if self.snapshot is None and self.export is None:
             for _, staging in self._stagings.values():
                 staging.done()
+
+
+def _before_collectives(
+    states: Mapping[str, DCPState], target: RankEngines
+) -> AbstractContextManager[None]:
+    """`all_ranks_succeed`, if any of these states has a collective that the other ranks would enter
+    without a rank that fails in the block.
+    """
+    if any(state.is_collective for state in states.values()):
+        return all_ranks_succeed("capturing the run", target.group_of())
+    return nullcontext()
 
 
 def capture_process(

@@ -3,8 +3,10 @@
 import os
 import resource
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from holdfast.engine import OptimizerConfig
 from holdfast.engine.api import SaveLoadMeta
+from holdfast.engine.dcp import base_model
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.staging import host_buffers
 from holdfast.recover import ResumableDataLoader
 from holdfast.utils.errors import (
     CheckpointMismatchError,
@@ -27,8 +33,10 @@ from holdfast.utils.errors import (
 from holdfast.utils.rng import seed_rng
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
+from tests.limits import stretched
 from tests.recover.runs import (
     Job,
+    Meter,
     Tiny,
     hidden,
     make_engine,
@@ -180,6 +188,54 @@ def _fail(rank: int, world_size: int, model: str, root: str) -> None:
 
 def test_a_failure_on_one_rank_fails_that_dump_on_all_ranks(model: str, tmp_path: Path) -> None:
     run_ranks(_fail, 2, model, str(tmp_path))
+
+
+def _fail_beside_a_frozen_base(rank: int, world_size: int, root: str) -> None:
+    """Snapshots that leave out a frozen base are collective while they are captured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    engines = {name: DCPState(model, optimizer, trainable_only=True) for name in ("one", "two")}
+    meter = Meter()
+
+    def fails(work: Callable[[], object], error: type[Exception], culprit: int) -> None:
+        started = time.monotonic()
+        with pytest.raises(error if rank == culprit else PeerError) as caught:
+            work()
+        assert f"rank {culprit}: {error.__name__}" in str(caught.value) or rank == culprit
+        assert time.monotonic() - started < stretched(15), "the other rank waited for it"
+        torch.distributed.barrier()
+
+    def refuse(error: Exception) -> Callable[..., Any]:
+        def refused(*_: object) -> Any:
+            raise error
+
+        return refused
+
+    for culprit in range(world_size):
+        handler = make_handler(root, freq_steps=1, async_save=True)
+        handler.register("meter", meter)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:  # in the same call of every rank
+                patch.setattr(host_buffers, "host_copies_of", refuse(OSError("no memory")))
+            fails(lambda handler=handler: handler.load(engines), OSError, culprit)
+
+        handler.load(engines)
+        dump = partial(handler.dump, engines, step_info(culprit), force=True)
+        meter.mean = threading.Lock() if rank == culprit else torch.zeros(2)  # type: ignore[assignment]
+        fails(dump, ConfigError, culprit)
+        meter.mean = torch.zeros(2)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(base_model, "sums_of", refuse(torch.OutOfMemoryError("full")))
+            fails(dump, torch.OutOfMemoryError, culprit)
+        assert dump()
+        handler.close()
+
+
+def test_a_failure_on_one_rank_beside_a_frozen_base_keeps_no_rank_waiting(tmp_path: Path) -> None:
+    run_ranks(_fail_beside_a_frozen_base, 2, str(tmp_path))
 
 
 def _reference_model(rank: int, world_size: int, model: str, root: str) -> None:
