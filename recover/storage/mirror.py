@@ -10,8 +10,9 @@ needs. The mirror of the package ``holdfast_weights`` holds published weights, f
 
 A copy is complete when its manifest is there, and a fetch verifies every byte against it. A copy
 that lacks nothing but its manifest is unconfirmed: the manifest is in its ``.copying-`` file. An
-interrupted copy is completed by the next copy of the same generation, and removed by the copy of
-any other one. A damaged copy is fetched again only if there is no other.
+interrupted copy is completed by the next copy of the same generation. The copy of any other one
+removes it, before it begins if files are missing, otherwise at its end. A damaged copy is fetched
+again only if there is no other.
 
 Cost: one background thread in the leader. It reads every file twice, for the digest and for the
 upload (from the page cache), and needs the backend's upload memory (s3fs: ``max_concurrency`` parts
@@ -321,6 +322,7 @@ class Mirror:
         is_damaged = remote.read(_damaged(step)) == manifest
 
         if todo or is_damaged or remote.read(_manifest(step)) != manifest:
+            self._make_room(step)
             # Sizes show which files of an interrupted copy are there, but not from which
             # generation: this step may have been trained and partly copied before. The marker tells
             # the generation.
@@ -343,6 +345,20 @@ class Mirror:
             remote.put_bytes(_manifest(step), manifest)
         remote.remove_file(_marker(step))
         return sum(files[name]["bytes"] for name in todo)
+
+    def _make_room(self, step: int) -> None:
+        # Nothing can resume from a copy that lacks files. On a store that is nearly full, its
+        # remains would make every later copy fail.
+        if not self._deletes_old:
+            return
+        try:
+            names = self._remote.names()
+            for other in _steps_in(names):
+                is_begun = other != step and _marker(other) in names
+                if is_begun and self._state(other, names) == "incomplete":
+                    self._remove(other)
+        except MirrorError as error:
+            logger.warning("remains of interrupted copies stay at %s: %s", self.url, error)
 
     def _unfinished(self, step: int, files: dict[str, Any]) -> list[str]:
         sizes = self._remote.sizes(_folder(step))

@@ -2,6 +2,7 @@
 training.
 """
 
+import errno
 import os
 import resource
 import signal
@@ -12,8 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from holdfast.recover import GenerationStore
 from holdfast.recover.storage.mirror import Mirror
@@ -237,6 +241,71 @@ def test_a_generation_that_is_retired_while_it_is_copied_is_skipped(
     assert mirror.wait(30) and mirror.last_error is None and mirror.steps() == [1]
     assert sum("it was removed meanwhile" in record.message for record in caplog.records) == 1
     assert not any("global_step_0" in name for name in listing(url))
+
+
+class FullStore(MemoryFileSystem):
+    """A store with room for ``room_bytes``, which may refuse a file, as with a quota of HDFS."""
+
+    protocol = "full"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    room_bytes = 0
+    refused = ""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        if self.refused and path.endswith(self.refused):
+            raise ConnectionError("the connection was lost")
+        used = sum(len(file.getbuffer()) for file in self.store.values())
+        if used + len(value) > self.room_bytes:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        super().pipe_file(path, value, mode, **kwargs)
+
+    def put_file(self, lpath: str, rpath: str, *_: Any, **__: Any) -> None:
+        self.pipe_file(rpath, Path(lpath).read_bytes())
+
+
+def test_the_remains_of_an_interrupted_copy_make_room_for_the_next(
+    store: GenerationStore, back: GenerationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("full", FullStore, clobber=True)
+    sizes = (20_000, 20_000, 20_000)
+    monkeypatch.setattr(FullStore, "room_bytes", 150_000)  # two generations and a half
+    mirror = Mirror("full://trial", 1, attempts=1)
+    mirror.submit(commit(store, 0, sizes))
+    assert mirror.wait(30) and mirror.steps() == [0]
+
+    monkeypatch.setattr(FullStore, "refused", "shard_2")
+    mirror.submit(commit(store, 1, sizes))
+    assert mirror.wait(30) and "connection was lost" in str(mirror.last_error)
+    assert mirror.states() == {1: "incomplete", 0: "complete"}
+
+    # The remains may be of this process or of one that was killed.
+    monkeypatch.setattr(FullStore, "refused", "")
+    mirror = Mirror("full://trial", 1, attempts=1)
+    generation = commit(store, 2, sizes)
+    mirror.submit(generation)
+    assert mirror.wait(30) and mirror.last_error is None, mirror.last_error
+    assert mirror.states() == {2: "complete"}
+    assert contents(mirror.fetch(2, back).path) == contents(generation.path)
+
+
+def test_a_copy_that_lacks_only_its_manifest_stays_until_the_next_is_complete(
+    store: GenerationStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mirror"
+    mirror = Mirror(f"file://{folder}", 1, attempts=1)
+    mirror.submit(commit(store, 0))
+    assert mirror.wait(30)
+    (folder / "global_step_0" / "manifest.json").rename(folder / ".copying-global_step_0")
+    assert mirror.states() == {0: "unconfirmed"}
+
+    generation = commit(store, 1)
+    block(generation.path / "default" / "shard_1")
+    process = start_copy(mirror.url, generation, {}, keep=1)
+    until(lambda: "global_step_1/default/shard_0" in listing(mirror.url))
+    assert mirror.states() == {1: "incomplete", 0: "unconfirmed"}
+    process.kill()
+    process.join(30)
 
 
 def test_close_waits_for_the_copy_under_way(url: str, store: GenerationStore) -> None:
