@@ -23,7 +23,7 @@ from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.adapters import adapted_layers, transformers_model
 from ...engine.staging.staged_model import copy_base, exportable_model, reading_base, staged_model
 from ...utils.distributed import RankGroup, all_ranks_succeed
-from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.errors import CheckpointMismatchError, CheckpointWriteError, ConfigError
 from ...utils.files import as_write_error, commit_folder, remove_or_log
 from ...utils.logging import get_logger
 from ..config import RecoverConfig
@@ -125,7 +125,11 @@ class Exports:
                 self._delete_old()
 
         # Every rank writes its part, then the leader commits.
-        staging = ranks.decide(partial(self._store.open_staging, step))
+        try:
+            staging = ranks.decide(partial(self._store.open_staging, step))
+        except CheckpointWriteError:  # in every caller
+            ranks.run_sessions(give_up_export)
+            raise
         with ExitStack() as undo:
             if ranks.is_leader:
                 undo.callback(self._store.discard, staging)
@@ -210,12 +214,20 @@ def write_export(session: "RankSession", holder: Any, folder: str, in_background
     session.export = None
     assert capture is not None, "nothing was captured"
     group = capture.group
-    if in_background:
-        group = session.enter_background()
-        with all_ranks_succeed("preparing the export", group):
-            session.finish_staging([capture.name])
-    with reading_base(capture.model, group):
-        capture.write(capture.model, Path(folder), capture.options, group=group)
+    try:
+        if in_background:
+            group = session.enter_background()
+            with all_ranks_succeed("preparing the export", group):
+                session.finish_staging([capture.name])
+        with reading_base(capture.model, group):
+            capture.write(capture.model, Path(folder), capture.options, group=group)
+    finally:
+        session.written()
+
+
+def give_up_export(session: "RankSession", holder: Any) -> None:
+    """Free the buffers of the captured export, which will not be written. Not collective."""
+    session.export = None
     session.written()
 
 

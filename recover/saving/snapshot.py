@@ -34,7 +34,7 @@ from ...utils.distributed import (
     get_rank,
     new_background_group,
 )
-from ...utils.errors import CheckpointError, FolderInUseError
+from ...utils.errors import CheckpointError, CheckpointWriteError, FolderInUseError
 from ...utils.files import StrPath, as_write_error, require_free_space
 from ...utils.logging import get_logger
 from ...utils.manifest import FileEntry, write_entry
@@ -141,7 +141,11 @@ class SnapshotWriter:
 
         After an error nothing became visible (see `GenerationStore.commit`).
         """
-        staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step))
+        try:
+            staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step))
+        except CheckpointWriteError:  # in every caller
+            ranks.run_sessions(RankSession.give_up_snapshot)
+            raise
         with ExitStack() as undo:
             if ranks.is_leader:
                 undo.callback(self.folder.generations.discard, staging)
@@ -387,6 +391,12 @@ class RankSession:
         capture = self.snapshot
         self.snapshot = None
         assert capture is not None, "nothing was captured"
+        try:
+            return self._write(capture, folder, in_background)
+        finally:
+            self.written()
+
+    def _write(self, capture: RankCapture, folder: str, in_background: bool) -> RankPart:
         root = Path(folder)
         groups = capture.groups
         staged: Iterable[str] = ()
@@ -416,8 +426,12 @@ class RankSession:
         if in_background:
             with all_ranks_succeed("finishing the snapshot", group):
                 self.finish_staging(staged)
-        self.written()
         return replace(capture.part, entries=entries, samples=samples)
+
+    def give_up_snapshot(self, holder: Any) -> None:
+        """Free the buffers of the captured snapshot, which will not be written. Not collective."""
+        self.snapshot = None
+        self.written()
 
     def _write_model_files(self, folder: str) -> list[FileEntry]:
         """Write the small files of every engine's model, in rank 0."""
@@ -478,7 +492,9 @@ class RankSession:
             self._stagings[name][1].finish()
 
     def written(self) -> None:
-        """Tell that a capture was written. After the last one nothing reads the staging buffers."""
+        """Tell that a capture was written, or failed. After the last one nothing reads the staging
+        buffers.
+        """
         if self.snapshot is None and self.export is None:
             for _, staging in self._stagings.values():
                 staging.done()

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.staging.host_buffers import HostBuffers
 from holdfast.recover import GenerationStore
 from holdfast.utils.errors import CheckpointWriteError, PeerError, StaleSnapshotError
+from tests.engine.hf_models import tiny_model
 from tests.helpers import run_ranks
 from tests.recover.runs import Tiny, hidden, make_handler, names, run_until, step_info
 
@@ -74,6 +77,39 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
     assert not handler.dump(tiny.state, step_info(1))
     assert f"{1 << 60}" in caplog.text and "free" in caplog.text
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
+
+
+def test_host_memory_of_a_failed_save_is_free_for_an_offload(tmp_path: Path) -> None:
+    state = DCPState(model := tiny_model("llama"))
+    handler = make_handler(
+        tmp_path, freq_steps=1, hf_freq_steps=2, async_save=True, save_failures_allowed=9
+    )
+    handler.load(state)
+    assert handler.dump(state, step_info(0))
+    first = HostBuffers.take(model, offload := threading.Event())
+    HostBuffers.release(model, offload)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (2, 3):  # no folder can be made. Step 3 is exported, too
+        _in_the_way(tmp_path, True)
+        (tmp_path / "e" / "t" / "hf").write_text("")
+        assert not handler.dump(state, step_info(step))
+        handler._saver.settle()
+        (tmp_path / "e" / "t" / "hf").unlink()
+        _in_the_way(tmp_path, False)
+        assert HostBuffers.take(model, offload) is first
+        HostBuffers.release(model, offload)
+    for step in (4, 5):  # no file can be written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+        try:
+            assert not handler.dump(state, step_info(step))
+            handler._saver.settle()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert HostBuffers.take(model, offload) is first
+        HostBuffers.release(model, offload)
+    stats = handler.save_stats
+    assert (stats.failed, stats.exports_failed) == (4, 2)
+    handler.close()
 
 
 def test_the_newest_generation_says_how_many_bytes_the_next_one_needs(tmp_path: Path) -> None:
