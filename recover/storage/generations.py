@@ -237,15 +237,19 @@ class GenerationStore:
         final = self.path_of(step)
         with as_write_error(final):
             commit_folder(staging, final)
-        # Hints, which follow the rename.
+        # Hints, which follow the rename. The generation is committed, whatever happens to them.
         newest = step
         with contextlib.suppress(OSError):
             newest = max([step, *(generation.step for generation in self.generations())])
         self._note(self.tracker, str(newest))
-        if not self.owner.exists():
-            run_id = read_manifest(final).get("run_id")
-            if run_id is not None:
-                self._note(self.owner, f"{run_id}\n")
+        run_id = None
+        try:
+            if not self.owner.exists():
+                run_id = read_manifest(final).get("run_id")
+        except (CheckpointError, OSError) as error:
+            logger.warning("cannot note the run of %s: %s", final, error)
+        if run_id is not None:
+            self._note(self.owner, f"{run_id}\n")
         return Generation(step, final)
 
     def _note(self, path: Path, text: str) -> None:

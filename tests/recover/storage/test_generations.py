@@ -1,5 +1,6 @@
 """Generations on disk: listed, verified, quarantined, cleaned up and deleted."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -55,6 +56,28 @@ def test_a_generation_is_visible_only_after_its_commit(store: GenerationStore) -
     assert generation == Generation(3, store.root / "global_step_3") == store.generations()[0]
     assert not staging.exists() and (store.root / TRACKER_NAME).read_text() == "3"
     assert store.verify(generation.path).last_step_info.global_step == 3
+
+
+def test_a_commit_stands_although_the_file_server_fails_after_the_rename(
+    store: GenerationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exists = Path.exists
+
+    def stale(path: Path) -> bool:
+        if path == store.owner and store.generations():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return exists(path)
+
+    facts = {"step": 3, "run_id": "run"}
+    staging, entries = stage(store, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", stale)
+        assert store.commit(staging, 3, entries, facts) == store.generations()[0]
+    assert "Stale file handle" in caplog.text and not store.owner.exists()
+    assert store.run_id() == "run" and store.tracker.read_text() == "3"
+    staging, entries = stage(store, 4)
+    store.commit(staging, 4, entries, facts | {"step": 4})
+    assert store.owner.read_text() == "run\n"
 
 
 def test_the_tracker_names_the_newest_also_after_an_older_one_came_back(
