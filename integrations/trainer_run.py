@@ -5,6 +5,7 @@ callbacks, the state that TRL's classes keep between steps (samples for several 
 place in the data.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -64,6 +65,7 @@ class TrainerRun:
 
     Args:
         trainer, config: the trainer, and the config of its `RecoverHandler`.
+        last: last step of the generation to resume from, if there is one.
         kept: names of further attributes of the trainer to save.
         epochs_may_change: as for `RecoverHandler`. The place in the data is then the same fraction
             of the epoch.
@@ -71,13 +73,20 @@ class TrainerRun:
     Attributes:
         is_resuming: whether a generation was restored and its epoch has not continued yet.
         is_over: whether the restored generation is the end of the run.
+        n_epochs: number of epochs of the run, from `restore` on.
     """
 
     def __init__(
-        self, trainer: Any, config: RecoverConfig, kept: tuple[str, ...], epochs_may_change: bool
+        self,
+        trainer: Any,
+        config: RecoverConfig,
+        last: StepInfo | None,
+        kept: tuple[str, ...],
+        epochs_may_change: bool,
     ) -> None:
         self._trainer = trainer
         self._config = config
+        self._last = last
         self._kept = kept
         self._epochs_may_change = epochs_may_change
         self._handler: RecoverHandler | None = None
@@ -90,17 +99,30 @@ class TrainerRun:
 
         # The place: the current epoch, and the number of steps before it.
         self._steps_per_epoch = self._batches_per_epoch = self._epoch = self._first_step = 0
-        self._n_epochs = 0
         self._between_epochs = True
         self.is_resuming = self.is_over = False
 
-    def open(self, steps_per_epoch: int, n_epochs: int) -> tuple[int, int] | None:
+        # Epochs of the run, and steps of those before the place that it has not taken, because they
+        # had fewer then.
+        self.n_epochs = self._not_taken = 0
+
+    def most_epochs(self, n_epochs: int) -> int:
+        """Return how many epochs the loop of the host may need for what its arguments call
+        ``n_epochs``. How many it does need is known once a generation was restored.
+        """
+        self.n_epochs = n_epochs
+        if self._last is None or self._trainer.args.max_steps <= 0:
+            return n_epochs
+        # Those of the generation, and then at most all steps again.
+        return min(n_epochs + self._last.epoch + 1, sys.maxsize)
+
+    def open(self, steps_per_epoch: int) -> tuple[int, int] | None:
         """Return the epoch and the number of its batches to continue from, or None without a
         generation.
         """
         self._steps_per_epoch = steps_per_epoch
-        self._n_epochs = n_epochs
         trainer = self._trainer
+        trainer.state.num_train_epochs = self.n_epochs
         tokenizer = trainer.processing_class
         processor = None
         if hasattr(tokenizer, "tokenizer"):
@@ -108,7 +130,7 @@ class TrainerRun:
             tokenizer = None
         self._handler = RecoverHandler(
             self._config,
-            FinetuneSpec(min(n_epochs, _MAX_EPOCHS), steps_per_epoch, 1),
+            FinetuneSpec(min(self.n_epochs, _MAX_EPOCHS), steps_per_epoch, 1),
             group=control_group(),
             epochs_may_change=self._epochs_may_change,
             tokenizer=tokenizer,
@@ -120,16 +142,20 @@ class TrainerRun:
         if last is None:
             return None
 
-        # With other steps per epoch the run continues at the same fraction of it.
-        place = last.next()
-        step = place.epoch_step * steps_per_epoch // place.steps_per_epoch
-
-        # With fewer, more steps were taken than those before it now: the last epoch is trained all
-        # the same.
+        # With fewer steps per epoch, more were taken than those before it now: the last epoch is
+        # trained all the same.
+        epoch, step = self._place_after(last)
         if trainer.args.max_steps <= 0:
-            before = place.epoch * steps_per_epoch + step
-            trainer.state.max_steps += max(0, place.global_step - before)
-        return place.epoch, step * trainer.args.gradient_accumulation_steps
+            before = epoch * steps_per_epoch + step
+            trainer.state.max_steps += max(0, last.global_step + 1 - before)
+        return epoch, step * trainer.args.gradient_accumulation_steps
+
+    def _place_after(self, last: StepInfo) -> tuple[int, int]:
+        """Epoch and number of its steps to continue from. With other steps per epoch it is the same
+        fraction of the epoch.
+        """
+        place = last.next()
+        return place.epoch, place.epoch_step * self._steps_per_epoch // place.steps_per_epoch
 
     def restore(self, loader: Any) -> None:
         """Restore the newest generation, if any. Model, optimizer and schedule exist by now.
@@ -148,12 +174,26 @@ class TrainerRun:
                 f"{self._config.recover_root} holds no state of a Trainer: another program wrote "
                 "it. Use another fileroot, experiment_name or trial_name"
             )
-        # A run that a callback had stopped goes on only if it may take more steps now.
+        # With more steps per epoch, fewer were taken than those before it now: max_steps take more
+        # epochs.
         state = self._trainer.state
+        last = info.last_step_info
+        if self._trainer.args.max_steps > 0:
+            steps_per_epoch = self._steps_per_epoch
+            self._not_taken = self._saved["place"].get("not_taken", 0)
+            if last.steps_per_epoch != steps_per_epoch:
+                epoch, step = self._place_after(last)
+                before = epoch * steps_per_epoch + step
+                self._not_taken = max(0, before - state.global_step)
+            n_epochs = -(-(state.max_steps + self._not_taken) // steps_per_epoch)
+            self.n_epochs = max(self.n_epochs, n_epochs)
+            state.num_train_epochs = self.n_epochs
+
+        # A run that a callback had stopped goes on only if it may take more steps now.
         saved_max = self._saved["place"]["max_steps"]
         stopped = self._saved["history"]["stops"] and state.global_step < saved_max
         self.is_resuming = True
-        self.is_over = state.global_step >= state.max_steps
+        self.is_over = state.global_step >= state.max_steps or last.next().epoch >= self.n_epochs
         if stopped and state.max_steps <= saved_max:
             self.is_over = True
         if self.is_over and stopped:
@@ -253,7 +293,7 @@ class TrainerRun:
             return
         control = self._trainer.control
         stops = control.should_training_stop
-        if self._has_gradients and not stops and self._epoch + 1 < self._n_epochs:
+        if self._has_gradients and not stops and self._epoch + 1 < self.n_epochs:
             every = self._config.freq_epochs
             if every is not None and (self._epoch + 1) % every == 0:
                 self._open_handler.make_due()
@@ -292,7 +332,11 @@ class TrainerRun:
             "history": _plain(history_of(trainer)),
             "kept": {name: _plain(getattr(trainer, name)) for name in self._kept},
             "notes": self._open_notes.state_dict(given),
-            "place": {"max_steps": trainer.state.max_steps, "cut": self._cut()},
+            "place": {
+                "max_steps": trainer.state.max_steps,
+                "not_taken": self._not_taken,
+                "cut": self._cut(),
+            },
             "seed": trainer.args.seed,
             "evaluated": evaluated,
         }

@@ -83,7 +83,8 @@ class _Recoverable(TrainerSeam):
             resume_from_checkpoint = None
         elif found is None and not resume_from_checkpoint and self.recover.mode != "off":
             _warn_of_checkpoints(Path(str(self.args.output_dir)))
-        with TrainerRun(self, self.recover, self._kept, self._epochs_may_change) as self.recovery:
+        run = TrainerRun(self, self.recover, found, self._kept, self._epochs_may_change)
+        with run as self.recovery:
             try:
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             finally:

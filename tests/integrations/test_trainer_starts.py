@@ -230,6 +230,22 @@ def test_a_run_with_larger_batches_trains_its_last_epoch_to_the_end(
     assert set(resumed.lr_scheduler.get_last_lr()) == {0.0}
 
 
+def test_a_run_with_smaller_batches_takes_all_of_its_max_steps(tmp_path: Path) -> None:
+    make(tmp_path, max_steps=12).train()  # 3 epochs of 4 steps, of 5
+    smaller = {"max_steps": 20, "per_device_train_batch_size": 1, "epochs_may_change": True}
+    # The second start has the steps per epoch of its generation.
+    with pytest.raises(RuntimeError, match="stopped here"):
+        make(tmp_path, callbacks=[StopAt(17)], **smaller).train()
+    steps = Steps()
+    resumed = make(tmp_path, callbacks=[steps], **smaller)
+    resumed.train()
+    assert (resumed.state.global_step, resumed.state.epoch, steps.n_trained) == (20, 4.0, 4)
+    assert resumed.state.num_train_epochs == 4
+    steps.n_trained = 0
+    make(tmp_path, callbacks=[steps], **smaller).train()
+    assert steps.n_trained == 0
+
+
 EACH_EPOCH = {"freq_steps": None, "freq_epochs": 1, "async_save": False}
 
 

@@ -22,6 +22,7 @@ _LOOP = (
 NAMES = privates(
     {
         "resume a Trainer exactly": [
+            "transformers:Trainer.set_initial_training_values(args, dataloader)",
             f"transformers:Trainer._init_training_state({_INIT})",
             "transformers:Trainer._prepare_for_training"
             "(max_steps, train_dataloader, resume_from_checkpoint)",
@@ -58,6 +59,13 @@ class TrainerSeam(Trainer):
     recovery: Any = None
     _loss_of_others = 0.0  # that the next log adds to the restored loss of this rank
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple:
+        """Return Trainer's own values, with epochs enough for a run that is resumed."""
+        n_epochs, *others = super().set_initial_training_values(args, dataloader)
+        if self.recovery is not None:
+            n_epochs = self.recovery.most_epochs(n_epochs)
+        return (n_epochs, *others)
+
     def _init_training_state(
         self,
         max_steps: int,
@@ -71,7 +79,7 @@ class TrainerSeam(Trainer):
         )
         self._loss_of_others = 0.0
         run = _run_of(self)
-        return run.open(num_update_steps_per_epoch, num_train_epochs) or place
+        return run.open(num_update_steps_per_epoch) or place
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -97,6 +105,9 @@ class TrainerSeam(Trainer):
             given["resume_from_checkpoint"] = _RESUMED
         super()._run_epoch(**given)
         run.end_epoch()
+        # The loop has more epochs than the run, see `TrainerRun.most_epochs`.
+        if epoch + 1 == run.n_epochs:
+            self.control.should_training_stop = True
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint == _RESUMED:
