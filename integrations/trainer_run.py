@@ -345,8 +345,22 @@ class TrainerRun:
         """Take a state. Most of its values are restored when the loop begins.
 
         Raises:
+            CheckpointMismatchError: a step has another number of samples.
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
+        # With few steps per epoch, or a stream, other batches may make as many steps.
+        saved_cut = state_dict["place"]["cut"]
+        cut = self._cut()
+        saved_samples = self._samples_of_a_step(saved_cut)
+        samples = self._samples_of_a_step(cut)
+        if samples != saved_samples and not self._epochs_may_change:
+            raise CheckpointMismatchError(
+                f"a step of the run has {saved_samples} samples ({saved_cut}), here it has "
+                f"{samples} ({cut}): samples would be lost or repeated. Choose "
+                "gradient_accumulation_steps so that it has as many, or set epochs_may_change=True "
+                "to go on after as many steps of the epoch"
+            )
+
         message = self._open_notes.other_dataset(state_dict["notes"])
         if message:
             if not self._epochs_may_change:
@@ -411,6 +425,13 @@ class TrainerRun:
         )
         cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
         return cut | {"world_size": get_world_size() // self._ranks_with_same_samples}
+
+    def _samples_of_a_step(self, cut: Mapping[str, int]) -> int:
+        samples = cut["per_device_train_batch_size"] * cut["gradient_accumulation_steps"]
+        # A batch is otherwise one of all ranks.
+        if not self._trainer.args.accelerator_config.split_batches:
+            samples *= cut["world_size"]
+        return samples
 
     @property
     def _ranks_with_same_samples(self) -> int:

@@ -230,6 +230,25 @@ def test_a_run_with_larger_batches_trains_its_last_epoch_to_the_end(
     assert set(resumed.lr_scheduler.get_last_lr()) == {0.0}
 
 
+def test_another_batch_size_is_refused_where_an_epoch_has_as_many_steps(tmp_path: Path) -> None:
+    # Two steps per epoch, for 8 rows.
+    make(tmp_path, per_device_train_batch_size=4, max_steps=3).train()
+    refused = "a step of the run has 4 samples .* here it has 7 .*: samples would be lost"
+    with pytest.raises(CheckpointMismatchError, match=refused):
+        make(tmp_path, per_device_train_batch_size=7, max_steps=4).train()
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    resumed = make(tmp_path, **cut, max_steps=4)
+    resumed.train()
+    assert resumed.state.global_step == 4
+
+
+def test_another_batch_size_is_refused_for_a_stream(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="stopped here"):
+        make(tmp_path, rows=Stream(), callbacks=[StopAt(3)]).train()
+    with pytest.raises(CheckpointMismatchError, match="here it has 1 .*: samples would be lost"):
+        make(tmp_path, rows=Stream(), per_device_train_batch_size=1).train()
+
+
 def test_a_run_with_smaller_batches_takes_all_of_its_max_steps(tmp_path: Path) -> None:
     make(tmp_path, max_steps=12).train()  # 3 epochs of 4 steps, of 5
     smaller = {"max_steps": 20, "per_device_train_batch_size": 1, "epochs_may_change": True}
