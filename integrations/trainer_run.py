@@ -32,6 +32,7 @@ from .batch_order import LoaderNotes, persistent_state, restore_persistent
 logger = get_logger(__name__)
 
 _MAX_EPOCHS = 2**31
+"""Most epochs of a dataset with a length. Trainer gives a stream more, each of ``max_steps``."""
 _NUMERICAL_ARGS = (
     # Arguments of transformers.
     "max_grad_norm",
@@ -132,7 +133,8 @@ class TrainerRun:
             self._config,
             FinetuneSpec(min(self.n_epochs, _MAX_EPOCHS), steps_per_epoch, 1),
             group=control_group(),
-            epochs_may_change=self._epochs_may_change,
+            # A stream may be read for more steps.
+            epochs_may_change=self._epochs_may_change or self._is_stream,
             tokenizer=tokenizer,
             processor=processor,
         )
@@ -152,9 +154,14 @@ class TrainerRun:
 
     def _place_after(self, last: StepInfo) -> tuple[int, int]:
         """Epoch and number of its steps to continue from. With other steps per epoch it is the same
-        fraction of the epoch.
+        fraction of the epoch, and in a stream after as many steps.
         """
+        if self._is_stream and last.epoch_step == last.global_step:
+            # Its max_steps, and not its end, have ended the first epoch.
+            return 0, last.epoch_step + 1
         place = last.next()
+        if self._is_stream:
+            return place.epoch, place.epoch_step
         return place.epoch, place.epoch_step * self._steps_per_epoch // place.steps_per_epoch
 
     def restore(self, loader: Any) -> None:
@@ -178,7 +185,7 @@ class TrainerRun:
         # epochs.
         state = self._trainer.state
         last = info.last_step_info
-        if self._trainer.args.max_steps > 0:
+        if self._trainer.args.max_steps > 0 and not self._is_stream:
             steps_per_epoch = self._steps_per_epoch
             self._not_taken = self._saved["place"].get("not_taken", 0)
             if last.steps_per_epoch != steps_per_epoch:
@@ -299,7 +306,8 @@ class TrainerRun:
                 self._open_handler.make_due()
             return
         last = self._steps_per_epoch - 1
-        if control.should_epoch_stop or not stops or step.epoch_step == last:
+        has_all_steps = step.epoch_step == last and not self._is_stream
+        if control.should_epoch_stop or not stops or has_all_steps:
             # The epoch is over, even if it had fewer steps.
             step = StepInfo(self._epoch, last, step.global_step, self._steps_per_epoch)
             self._between_epochs = True
@@ -335,6 +343,7 @@ class TrainerRun:
             "place": {
                 "max_steps": trainer.state.max_steps,
                 "not_taken": self._not_taken,
+                "is_stream": self._is_stream,
                 "cut": self._cut(),
             },
             "seed": trainer.args.seed,
@@ -348,18 +357,33 @@ class TrainerRun:
             CheckpointMismatchError: a step has another number of samples.
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
+        saved_place = state_dict["place"]
+        was_stream = saved_place.get("is_stream", self._is_stream)
+        if was_stream != self._is_stream and not self._epochs_may_change:
+            kinds = {True: "is a stream", False: "has a length"}
+            raise DatasetMismatchError(
+                f"the dataset of the run {kinds[was_stream]}, this one {kinds[self._is_stream]}: "
+                "samples would be lost or repeated. Resume with the dataset of the run"
+            )
+
         # With few steps per epoch, or a stream, other batches may make as many steps.
-        saved_cut = state_dict["place"]["cut"]
+        saved_cut = saved_place["cut"]
         cut = self._cut()
         saved_samples = self._samples_of_a_step(saved_cut)
         samples = self._samples_of_a_step(cut)
-        if samples != saved_samples and not self._epochs_may_change:
-            raise CheckpointMismatchError(
+        if samples != saved_samples:
+            problem = (
                 f"a step of the run has {saved_samples} samples ({saved_cut}), here it has "
-                f"{samples} ({cut}): samples would be lost or repeated. Choose "
-                "gradient_accumulation_steps so that it has as many, or set epochs_may_change=True "
-                "to go on after as many steps of the epoch"
+                f"{samples} ({cut}): samples would be lost or repeated"
             )
+            if not self._epochs_may_change:
+                raise CheckpointMismatchError(
+                    f"{problem}. Choose gradient_accumulation_steps so that it has as many, or set "
+                    "epochs_may_change=True to go on at the same part of the epoch, in a stream "
+                    "after as many steps"
+                )
+            if self._is_stream:
+                logger.warning("%s", problem)
 
         message = self._open_notes.other_dataset(state_dict["notes"])
         if message:
@@ -449,6 +473,11 @@ class TrainerRun:
     def _open_notes(self) -> LoaderNotes:
         assert self._notes is not None, "`restore` has made them"
         return self._notes
+
+    @property
+    def _is_stream(self) -> bool:
+        """Whether the dataset has no length."""
+        return self.n_epochs > _MAX_EPOCHS
 
     @property
     def _has_gradients(self) -> bool:

@@ -245,7 +245,7 @@ def test_another_batch_size_is_refused_where_an_epoch_has_as_many_steps(tmp_path
 def test_another_batch_size_is_refused_for_a_stream(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped here"):
         make(tmp_path, rows=Stream(), callbacks=[StopAt(3)]).train()
-    with pytest.raises(CheckpointMismatchError, match="here it has 1 .*: samples would be lost"):
+    with pytest.raises(CheckpointMismatchError, match=r"here it has 1 .*: samples would"):
         make(tmp_path, rows=Stream(), per_device_train_batch_size=1).train()
 
 
@@ -302,6 +302,34 @@ def test_a_batch_that_waits_for_the_next_epoch_of_a_stream_is_not_lost(tmp_path:
     resumed.train()
     found, expected = (digest(each.model, each.optimizer) for each in (resumed, untouched))
     assert found == expected
+
+
+@pytest.mark.parametrize("stop_at", [None, 3], ids=["after its end", "after a kill"])
+def test_a_run_on_a_stream_goes_on_where_it_was_with_more_steps(
+    tmp_path: Path, stop_at: int | None
+) -> None:
+    given: dict[str, Any] = {"rows": Stream(), "lr_scheduler_type": "constant"}
+    given |= {"learning_rate": 1e-2, "recover": {"freq_steps": 1}}
+    untouched = make(tmp_path / "untouched", max_steps=8, **given)
+    untouched.train()
+
+    # Its epochs have 5 steps.
+    first = make(tmp_path, max_steps=4, callbacks=[StopAt(stop_at or 9)], **given)
+    if stop_at is None:
+        first.train()
+    else:
+        with pytest.raises(RuntimeError, match="stopped here"):
+            first.train()
+    resumed = make(tmp_path, max_steps=8, **given)
+    resumed.train()
+    found, expected = (digest(each.model, each.optimizer) for each in (resumed, untouched))
+    assert (found, resumed.state.epoch) == (expected, untouched.state.epoch)
+
+
+def test_a_stream_instead_of_a_dataset_with_a_length_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, max_steps=2).train()
+    with pytest.raises(DatasetMismatchError, match="run has a length, this one is a stream"):
+        make(tmp_path, rows=Stream()).train()
 
 
 class ShortStream(Stream):
