@@ -154,6 +154,7 @@ class RecoverableLoader:
             "given": self._given,
             "steps": self._steps,
             "length": self._length(),
+            "batch_size": self._batch_size(),
             "notes": self._notes.state_dict(self._given or None),
         }
 
@@ -162,10 +163,11 @@ class RecoverableLoader:
 
         Raises:
             CheckpointMismatchError: it is not a state of such a loader, or of one with another
-                number of batches.
+                number of batches, or of a stream with other batches.
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
-        if state_dict.keys() != {"epoch", "given", "steps", "length", "notes"}:
+        # Older versions saved no batch size.
+        if state_dict.keys() - {"batch_size"} != {"epoch", "given", "steps", "length", "notes"}:
             raise CheckpointMismatchError(
                 f"a state with {sorted(state_dict)} is not one of RecoverableLoader"
             )
@@ -174,6 +176,13 @@ class RecoverableLoader:
                 f"the loader has {self._length()} batches an epoch, the run was saved with "
                 f"{state_dict['length']}; samples would be lost or repeated. Resume with the "
                 "dataset, batch size and ranks of the run"
+            )
+        batch_size = self._batch_size()
+        saved_size = state_dict.get("batch_size", batch_size)
+        if batch_size != saved_size:
+            raise CheckpointMismatchError(
+                f"the stream gives batches of {batch_size}, the run was saved with {saved_size}; "
+                "samples would be lost or repeated. Resume with the batch size of the run"
             )
         message = self._notes.other_dataset(state_dict["notes"])
         if message:
@@ -246,6 +255,14 @@ class RecoverableLoader:
     def _is_over(self) -> bool:
         """Whether the epoch has no batch left."""
         return self._given > 0 and self._given == self._length()
+
+    def _batch_size(self) -> int | None:
+        """Samples that a stream is asked for at a time. None with a length, because other batches
+        show in the indices.
+        """
+        if self._length() is not None:
+            return None
+        return getattr(self.loader, "batch_size", None)
 
     def _length(self) -> int | None:
         try:

@@ -496,6 +496,15 @@ def test_samplers_are_told_the_next_epoch_after_a_break() -> None:
     assert [next(iter(loader))[0].item() for _ in range(3)] == [0.0, 100.0, 200.0]
 
 
+def test_a_stream_with_other_batches_is_refused() -> None:
+    loader = recoverable(LOADERS["stream"]())
+    next(iter(loader))
+    state = loader.state_dict()
+    again = recoverable(DataLoader(Stream(), batch_size=2))
+    with pytest.raises(CheckpointMismatchError, match=r"batches of 2, .* saved with 4;"):
+        again.load_state_dict(state)
+
+
 def test_accelerates_own_state_and_skip_read_another_order(tmp_path: Path) -> None:
     """The control: Accelerate's default sampler draws the order of the epoch again, with other
     random numbers.
