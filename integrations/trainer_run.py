@@ -6,6 +6,7 @@ place in the data.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -415,9 +416,14 @@ class TrainerRun:
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         if scaler is not None:
             found["scaler"] = scaler
-        for number, callback in enumerate(self._trainer.callback_handler.callbacks):
+
+        # Those of one class are numbered, so that others may come and go, as with report_to.
+        numbers: Counter[str] = Counter()
+        for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, Stateful) and not is_exportable(callback):
-                found[f"callback_{number}_{type(callback).__name__}"] = callback
+                name = type(callback).__name__
+                found[f"callback_{name}_{numbers[name]}"] = callback
+                numbers[name] += 1
         return found
 
     def _engines(self) -> Any:

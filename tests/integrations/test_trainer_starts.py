@@ -143,6 +143,29 @@ def test_attributes_of_a_subclass_come_back_where_they_are_named(tmp_path: Path)
         make(tmp_path, recoverable(Own, attributes=("_buffer",)))
 
 
+class Counted(TrainerCallback):
+    """A callback with a state: the steps that it has seen, from a start."""
+
+    def __init__(self, seen: int = 0) -> None:
+        self.seen = seen
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seen += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.seen = state_dict["seen"]
+
+
+def test_callbacks_keep_their_state_if_another_one_joins_before_them(tmp_path: Path) -> None:
+    make(tmp_path, max_steps=2, callbacks=[Counted(), Counted(10)]).train()
+    counted = [Counted(), Counted()]
+    make(tmp_path, max_steps=4, callbacks=[Forgetful(), *counted]).train()
+    assert [each.seen for each in counted] == [4, 14]
+
+
 def test_state_that_is_not_restored_is_reported_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
