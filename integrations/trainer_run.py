@@ -496,14 +496,16 @@ class TrainerRun:
         return StepInfo(self._epoch, last - self._first_step, last, self._steps_per_epoch)
 
     def _dump(self, step: StepInfo, force: bool = False) -> None:
-        """Save a snapshot if one is due, with the numbers of the last log."""
-        numbers = {}
-        for logs in reversed(self._trainer.state.log_history):
-            if "step" in logs:
-                for name, value in logs.items():
-                    if isinstance(value, int | float):
-                        numbers[name] = float(value)
+        """Save a snapshot if one is due, with the numbers that were logged at this step."""
+        # Earlier numbers are not those of these weights. Each evaluation dataset has its own log.
+        state = self._trainer.state
+        numbers: dict[str, float] = {}
+        for logs in reversed(state.log_history):
+            if logs.get("step") != state.global_step:
                 break
+            for name, value in logs.items():
+                if isinstance(value, int | float):
+                    numbers.setdefault(name, float(value))
         self._open_handler.dump(self._engines(), step, force=force, metrics=numbers)
 
 

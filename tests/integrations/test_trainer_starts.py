@@ -81,7 +81,8 @@ def make(
     keys: dict[str, Any] = {"fileroot": str(folder / "runs"), "freq_steps": 2, "mode": mode}
     keys |= recover or {}
     given: dict[str, Any] = {} if base in (Trainer, Own) else {"recover": RecoverConfig(**keys)}
-    given |= {name: options.pop(name) for name in ("epochs_may_change",) if name in options}
+    own = ("epochs_may_change", "eval_dataset")
+    given |= {name: options.pop(name) for name in own if name in options}
     return base(
         model=tiny_model(),
         args=TrainingArguments(**common | options),
@@ -180,6 +181,25 @@ def test_state_that_is_not_restored_is_reported_at_the_start(
     assert "class of your own" not in caplog.text
 
 
+def test_a_generation_has_the_numbers_of_its_own_step_alone(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"input_ids": [5] * 4}] * 2)
+    make(
+        tmp_path,
+        max_steps=4,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_dataset={"first": rows, "second": rows},
+        recover={"freq_steps": 1, "async_save": False, "max_ckpt_to_keep": 4},
+    ).train()
+    logged: list[set[str]] = []
+    for step in range(3):
+        (info,) = tmp_path.glob(f"runs/*/*/recover/global_step_{step}/recover_info.json")
+        metrics = json.loads(info.read_text())["metrics"]
+        logged.append(metrics.keys() & {"loss", "eval_first_loss", "eval_second_loss"})
+    assert logged == [set(), {"loss", "eval_first_loss", "eval_second_loss"}, set()]
+
+
 def test_state_that_vllm_does_not_restore_is_reported(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.args.use_vllm, trainer.args.vllm_mode = True, "colocate"
@@ -259,7 +279,7 @@ def test_another_batch_size_is_refused_where_an_epoch_has_as_many_steps(tmp_path
     refused = "a step of the run has 4 samples .* here it has 7 .*: samples would be lost"
     with pytest.raises(CheckpointMismatchError, match=refused):
         make(tmp_path, per_device_train_batch_size=7, max_steps=4).train()
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    cut: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     resumed = make(tmp_path, **cut, max_steps=4)
     resumed.train()
     assert resumed.state.global_step == 4
@@ -274,7 +294,11 @@ def test_another_batch_size_is_refused_for_a_stream(tmp_path: Path) -> None:
 
 def test_a_run_with_smaller_batches_takes_all_of_its_max_steps(tmp_path: Path) -> None:
     make(tmp_path, max_steps=12).train()  # 3 epochs of 4 steps, of 5
-    smaller = {"max_steps": 20, "per_device_train_batch_size": 1, "epochs_may_change": True}
+    smaller: dict[str, Any] = {
+        "max_steps": 20,
+        "per_device_train_batch_size": 1,
+        "epochs_may_change": True,
+    }
     # The second start has the steps per epoch of its generation.
     with pytest.raises(RuntimeError, match="stopped here"):
         make(tmp_path, callbacks=[StopAt(17)], **smaller).train()
