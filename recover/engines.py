@@ -4,7 +4,7 @@ The facts reveal a stale snapshot and a wrong restore.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -86,6 +86,12 @@ class RankEngines:
         if state.group is None:
             state.group = self.group_of(name)
         return state
+
+    def agreed_states(self, names: Iterable[str]) -> dict[str, DCPState]:
+        """Return the states of engines whose `state_dict` is not collective. All ranks call it,
+        before anything that may fail on one of them alone.
+        """
+        return {name: self.state(name).with_agreed_base() for name in names}
 
     def group_of(self, name: str | None = None) -> RankGroup:
         """Return the control group (gloo) of an engine. Without a name, of the first engine."""

@@ -12,7 +12,7 @@ a sum over every bit (see `fingerprint`). Older folders have only the sample.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ...utils.distributed import (
-    RankGroup,
-    all_ranks_succeed,
-    gather_objects,
-    get_rank,
-    get_world_size,
-)
+from ...utils.distributed import RankGroup, gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
@@ -82,28 +76,30 @@ class FrozenBase:
     def __init__(self, named: Tensors) -> None:
         self.sums = sums_of(named)
 
-    def drop_changed(
+    def changed(self, frozen: Tensors) -> list[str]:
+        """Names of the ``frozen`` parameters whose part on this rank has changed, or was never
+        noted. Cost: one pass over this rank's part of the base.
+        """
+        watched = {name: tensor for name, tensor in frozen.items() if name in self.sums}
+        now = sums_of(watched)
+        unchanged = {name for name, bits in now.items() if bits == self.sums[name]}
+        return sorted(frozen.keys() - unchanged)
+
+    def drop(
         self,
-        frozen: Tensors,
+        frozen: Collection[str],
+        own: list[str],
         group: RankGroup,
     ) -> None:
-        """Forget parameters that have changed on any rank or are no longer ``frozen``, so that
+        """Forget parameters that have ``changed`` on any rank or are no longer ``frozen``, so that
         checkpoints hold them.
 
-        All ranks of the model call it. Cost: one pass over this rank's part of the base, and two
-        small exchanges.
+        All ranks of the model call it, each with its ``own`` changed ones. Cost: one small
+        exchange.
         """
-        # Parameters that this rank has to store: its part has changed, or was never noted.
-        with all_ranks_succeed("looking for changes of frozen parameters", group):
-            watched = {name: tensor for name, tensor in frozen.items() if name in self.sums}
-            now = sums_of(watched)
-            unchanged = {name for name, bits in now.items() if bits == self.sums[name]}
-            own = sorted(frozen.keys() - unchanged)
-
-        # All ranks store a parameter that one rank has to store.
         stored = set[str]().union(*gather_objects(own, group))
         changed = sorted(self.sums.keys() & stored)
-        left_out = frozen.keys() - stored
+        left_out = set(frozen) - stored
         self.sums = {name: bits for name, bits in self.sums.items() if name in left_out}
         if changed and get_rank(group) == 0:
             logger.warning(

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...utils.compat.torch_private import without_compile
-from ...utils.distributed import RankGroup, get_rank
+from ...utils.distributed import RankGroup, all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
@@ -190,6 +190,7 @@ class DCPState(TorchStateful):
         self._twins: Mapping[int, nn.Parameter] = {}
         self._trained_by = optimizer
         self._stored: Collection[str] | None = None  # names in the folder that is loaded
+        self._agreed = False  # whether the ranks have agreed on the frozen parameters to store
 
     def record_frozen_base(self) -> None:
         """Note the bits of the frozen parameters that checkpoints may leave out. Not collective.
@@ -219,11 +220,6 @@ class DCPState(TorchStateful):
         return get_rank() // self.ranks_with_same_data
 
     @property
-    def is_collective(self) -> bool:
-        """Whether `state_dict` has the ranks agree, so that none may fail just before it alone."""
-        return self._trainable_only is not False and self._stored is None
-
-    @property
     def base(self) -> BaseFolder:
         """Source of the frozen parameters."""
         return self._base or BaseFolder.of(self.model)
@@ -240,6 +236,26 @@ class DCPState(TorchStateful):
         """The same state with captured generators, which `state_dict` returns."""
         state = copy.copy(self)
         state._rng = rng
+        return state
+
+    @normal_tensors()
+    def with_agreed_base(self) -> "DCPState":
+        """The same state after the ranks have agreed on the frozen parameters to store, so that its
+        `state_dict` is not collective.
+
+        All ranks call it, before anything that may fail on one of them alone. A failure in one is
+        raised in all. Without parameters to leave out, it does nothing.
+        """
+        if self._trainable_only is False or self._stored is not None or self._agreed:
+            return self
+        with all_ranks_succeed("looking for changes of frozen parameters", self.group):
+            base = self._watched()
+            assert base is not None, "`record_frozen_base` has made it"
+            frozen = with_host_copies(self.model, self._frozen(), MODEL)
+            to_store = base.changed(frozen)
+        base.drop(frozen.keys(), to_store, self.group)
+        state = copy.copy(self)
+        state._agreed = True
         return state
 
     def as_stored(self, names: Collection[str]) -> "DCPState":
@@ -277,18 +293,14 @@ class DCPState(TorchStateful):
 
         State of modules is under this rank's name, generators are under the name of its data rank.
         If parameters may be left out, all ranks call it, because they agree on the parameters that
-        changed.
+        changed (see `with_agreed_base`).
 
         Raises:
             ConfigError: a value cannot be saved so that it comes back unchanged.
         """
         # Which frozen parameters are stored, all ranks decide.
-        base = None
-        if self._stored is None:
-            base = self._watched()
-        if base is not None:
-            frozen = with_host_copies(self.model, self._frozen(), MODEL)
-            base.drop_changed(frozen, self.group)
+        self.with_agreed_base()
+        base = self._watched() if self._stored is None else None
 
         # The model.
         tensors = {name: tensor.detach() for name, tensor in self._model_tensors().items()}

@@ -65,6 +65,7 @@ class BackgroundSave:
         for the buffers.
         """
         assert self._job is None, "the buffers are being written"
+        state = state.with_agreed_base()
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, model_only=not meta.with_optim)
             if meta.weight_format == "dcp":

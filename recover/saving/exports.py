@@ -6,7 +6,7 @@ An export is written from the tensors of the snapshot of the same step, or from 
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...engine.api import HFExportOptions, export_dtype
+from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
@@ -176,13 +177,15 @@ class ExportCapture:
     write: Callable[..., None]
 
 
-def capture_export(session: "RankSession", target: RankEngines, staged: bool) -> ExportCapture:
+def capture_export(
+    session: "RankSession", target: RankEngines, states: Mapping[str, DCPState], staged: bool
+) -> ExportCapture:
     """Capture the weights of this rank, staged with the snapshot of this step if there is one."""
     request = session.request
     assert request is not None, "an export is due, but none was ever to be"
     name = request.name(target)
     engine = target.engines[name]
-    state = target.state(name)
+    state = states[name]
     # A staged model is a view of the staging buffers, for a thread that writes while training runs.
     model = exportable_model(state.model)
     if staged:

@@ -9,7 +9,7 @@ rank, and become visible by one rename.
 import platform
 import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -311,14 +311,11 @@ class RankSession:
                 names = list(target.engines)
             elif request is not None:
                 names = [request.name(target)]
-            states = {name: target.state(name) for name in names}
-            for name, state in states.items():
+            for name, state in target.agreed_states(names).items():
                 if timeout_s is not None:
-                    with _before_collectives(states, target):
-                        session.staging_of(name, state).prepare(state, model_only=not snapshots)
+                    session.staging_of(name, state).prepare(state, model_only=not snapshots)
                 if snapshots:
-                    with _before_collectives(states, target):
-                        session.check_loads_again(name, state, state.state_dict())
+                    session.check_loads_again(name, state, state.state_dict())
         except BaseException:
             session.close()
             raise
@@ -332,33 +329,37 @@ class RankSession:
         target = engines_of(holder)
         self.snapshot = None
         self.export = None
+        # All collectives come first.
+        names = list(target.engines)
+        if not snapshot and self.request is not None:
+            names = [self.request.name(target)]
+        states = target.agreed_states(names)
         if snapshot:
-            self.snapshot = self._capture_snapshot(target, staged)
+            self.snapshot = self._capture_snapshot(target, states, staged)
         if export:
-            self.export = capture_export(self, target, staged)
+            self.export = capture_export(self, target, states, staged)
 
-    def _capture_snapshot(self, target: RankEngines, staged: bool) -> RankCapture:
+    def _capture_snapshot(
+        self, target: RankEngines, states: Mapping[str, DCPState], staged: bool
+    ) -> RankCapture:
         # Counters, user objects and generators, by value.
-        states = {name: target.state(name) for name in target.engines}
-        with _before_collectives(states, target):
-            counts = {name: count_engine(state) for name, state in states.items()}
-            versions = {}
-            for name, engine in target.engines.items():
-                if hasattr(engine, "get_version"):
-                    versions[name] = engine.get_version()
-            process, rng = capture_process(target.stateful, target.ranks_with_same_data)
+        counts = {name: count_engine(state) for name, state in states.items()}
+        versions = {}
+        for name, engine in target.engines.items():
+            if hasattr(engine, "get_version"):
+                versions[name] = engine.get_version()
+        process, rng = capture_process(target.stateful, target.ranks_with_same_data)
 
         # Tensors, with one capture of the generators for all engines and the file of the process.
         values = {}
         for name, state in states.items():
             self._savers.setdefault(name, DCPSaver(state.ranks_with_same_data))
             state = state.with_rng(rng)
-            with _before_collectives(states, target):
-                if staged:
-                    values[name] = self.staging_of(name, state).stage(state)
-                else:
-                    values[name] = state.state_dict()
-                self.check_loads_again(name, state, values[name])
+            if staged:
+                values[name] = self.staging_of(name, state).stage(state)
+            else:
+                values[name] = state.state_dict()
+            self.check_loads_again(name, state, values[name])
 
         # The groups and the number of the rank, because a group may be destroyed before the write.
         groups = {name: target.group_of(name) for name in target.engines}
@@ -498,17 +499,6 @@ class RankSession:
         if self.snapshot is None and self.export is None:
             for _, staging in self._stagings.values():
                 staging.done()
-
-
-def _before_collectives(
-    states: Mapping[str, DCPState], target: RankEngines
-) -> AbstractContextManager[None]:
-    """`all_ranks_succeed`, if any of these states has a collective that the other ranks would enter
-    without a rank that fails in the block.
-    """
-    if any(state.is_collective for state in states.values()):
-        return all_ranks_succeed("capturing the run", target.group_of())
-    return nullcontext()
 
 
 def capture_process(

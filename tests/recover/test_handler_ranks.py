@@ -19,8 +19,11 @@ from torch import nn
 from holdfast.engine import OptimizerConfig
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp import base_model
+from holdfast.engine.dcp import state as dcp_state
+from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.staging import host_buffers
+from holdfast.engine.staging.staged_state import Staging
 from holdfast.recover import ResumableDataLoader
 from holdfast.utils.errors import (
     CheckpointMismatchError,
@@ -230,8 +233,20 @@ def _fail_beside_a_frozen_base(rank: int, world_size: int, root: str) -> None:
             if rank == culprit:
                 patch.setattr(base_model, "sums_of", refuse(torch.OutOfMemoryError("full")))
             fails(dump, torch.OutOfMemoryError, culprit)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(Staging, "wait", refuse(OSError("the device is lost")))
+            fails(dump, OSError, culprit)
         assert dump()
         handler.close()
+
+        # Without a handler.
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(dcp_state, "materialize_state", refuse(OSError("no memory")))
+            with pytest.raises(PeerError, match=f"failed on rank {culprit}: OSError: no memory"):
+                save_dcp(f"{root}/{culprit}", engines["one"])
+        torch.distributed.barrier()
 
 
 def test_a_failure_on_one_rank_beside_a_frozen_base_keeps_no_rank_waiting(tmp_path: Path) -> None:
