@@ -199,7 +199,7 @@ MUTATIONS = (
         "        try:\n            self.finish()\n        except",
         "        try:\n            pass\n        except",
         COPIES,
-        "an_engine_leaves_with_the_snapshot_that_is_being_copied",
+        "a_snapshot_that_is_lent_is_complete",
     ),
     Mutation(
         "an optimizer on the host waits for its state",

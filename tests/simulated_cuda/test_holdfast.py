@@ -336,6 +336,18 @@ def test_an_engine_leaves_with_the_snapshot_that_is_being_copied(on: torch.devic
     staging.release()
 
 
+def test_a_snapshot_that_is_lent_is_complete(on: torch.device) -> None:
+    state, twin = trained(on), trained(on)
+    staging = Staging(state.model)
+    staging.stage(state)
+    live = {name: tensor for name, tensor in flatten(state.state_dict()) if tensor.is_cuda}
+    lent = staging.lend(live, staging, set())
+    found = {name: each.clone() for name, each in lent.items()}
+    expected = values_of(twin)
+    assert found and differing(found, {name: expected[name] for name in found}) == []
+    staging.release()
+
+
 def test_an_engine_that_does_not_fit_stays_away(
     faults: Callable[[str, int], None], on: torch.device
 ) -> None:
