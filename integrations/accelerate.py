@@ -182,7 +182,7 @@ class RecoverableLoader:
         if batch_size != saved_size:
             raise CheckpointMismatchError(
                 f"the stream gives batches of {batch_size}, the run was saved with {saved_size}; "
-                "samples would be lost or repeated. Resume with the batch size of the run"
+                "samples would be lost or repeated. Resume with the batch size and ranks of the run"
             )
         message = self._notes.other_dataset(state_dict["notes"])
         if message:

@@ -157,7 +157,7 @@ class TrainerRun:
         """Epoch and number of its steps to continue from. With other steps per epoch it is the same
         fraction of the epoch, and in a stream after as many steps.
         """
-        if self._is_stream and last.epoch_step == last.global_step:
+        if self._is_stream and last.epoch == 0 and last.epoch_step == last.global_step:
             # Its max_steps, and not its end, have ended the first epoch.
             return 0, last.epoch_step + 1
         place = last.next()
@@ -359,12 +359,15 @@ class TrainerRun:
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
         saved_place = state_dict["place"]
-        was_stream = saved_place.get("is_stream", self._is_stream)
+        # Older versions tell it by the digest of the dataset alone.
+        was_stream = self._is_stream and not state_dict["notes"]["dataset"]
+        was_stream = saved_place.get("is_stream", was_stream)
         if was_stream != self._is_stream and not self._epochs_may_change:
             kinds = {True: "is a stream", False: "has a length"}
             raise DatasetMismatchError(
                 f"the dataset of the run {kinds[was_stream]}, this one {kinds[self._is_stream]}: "
-                "samples would be lost or repeated. Resume with the dataset of the run"
+                "samples would be lost or repeated. Resume with the dataset of the run, or set "
+                "epochs_may_change=True to go on with this one"
             )
 
         # With few steps per epoch, or a stream, other batches may make as many steps.
@@ -501,7 +504,7 @@ class TrainerRun:
         state = self._trainer.state
         numbers: dict[str, float] = {}
         for logs in reversed(state.log_history):
-            if logs.get("step") != state.global_step:
+            if logs.get("step", state.global_step) != state.global_step:
                 break
             for name, value in logs.items():
                 if isinstance(value, int | float):

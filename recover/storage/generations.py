@@ -80,6 +80,7 @@ class GenerationStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()  # ranks may have other working folders
+        self._told_of_metric = False
 
     @property
     def tracker(self) -> Path:
@@ -343,8 +344,25 @@ class GenerationStore:
             return
         # Oldest first, so that a crash in between leaves the newest ones.
         keep = steps_to_keep(metrics, rules) | {newest_usable, *pins, *copied}
-        for step in sorted(generations.keys() - keep):
+        obsolete = sorted(generations.keys() - keep)
+        if obsolete and rules.best:
+            self._warn_of_metric(rules, metrics)
+        for step in obsolete:
             remove_or_log(generations[step].path)
+
+    def _warn_of_metric(self, rules: "RetentionRules", metrics: "_Metrics") -> None:
+        """Warn once if there is nothing to choose the best generations by."""
+        names = sorted(set[str]().union(*metrics.values()))
+        if rules.metric in names or self._told_of_metric:
+            return
+        self._told_of_metric = True
+        logger.warning(
+            "keep_best keeps nothing in %s: no generation has the metric %r (they have %s). "
+            "Generations have the metrics of their own step: save at steps that have this one",
+            self.root,
+            rules.metric,
+            names or "none",
+        )
 
     def _usable(self, generation: Generation) -> bool:
         try:

@@ -373,6 +373,25 @@ def test_a_run_on_a_stream_goes_on_where_it_was_with_more_steps(
     assert (found, resumed.state.epoch) == (expected, untouched.state.epoch)
 
 
+class ShortEpochs(TrainerCallback):
+    """Ends each epoch after two steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+def test_a_stream_whose_epochs_a_callback_ends_goes_on_in_the_next_one(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rows": Stream(), "lr_scheduler_type": "constant"}
+    given |= {"learning_rate": 1e-2, "recover": {"freq_steps": 1}}
+    untouched = make(tmp_path / "untouched", max_steps=6, callbacks=[ShortEpochs()], **given)
+    untouched.train()
+    make(tmp_path, max_steps=4, callbacks=[ShortEpochs()], **given).train()
+    resumed = make(tmp_path, max_steps=6, callbacks=[ShortEpochs()], **given)
+    resumed.train()
+    found, expected = (digest(each.model, each.optimizer) for each in (resumed, untouched))
+    assert (found, resumed.state.epoch) == (expected, untouched.state.epoch)
+
+
 def test_a_stream_instead_of_a_dataset_with_a_length_is_refused(tmp_path: Path) -> None:
     make(tmp_path, max_steps=2).train()
     with pytest.raises(DatasetMismatchError, match="run has a length, this one is a stream"):

@@ -5,11 +5,14 @@ would keep.
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.recover.config import RecoverConfig
 from holdfast.recover.storage.generations import RetentionRules, reasons_to_keep, steps_to_keep
+from tests.recover.runs import Tiny, make_handler, step_info
 
 History = dict[int, dict[str, float]]
 
@@ -113,6 +116,21 @@ def test_a_generation_without_the_metric_or_with_nan_is_never_best(mode: str) ->
         1,
         4,
     }
+
+
+def test_it_is_told_once_when_no_generation_has_the_metric_of_keep_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"freq_steps": 1, "async_save": False, "max_ckpt_to_keep": 1}
+    options |= {"keep_best": 1, "best_metric": "eval_loss", "best_mode": "min"}
+    tiny = Tiny()
+    with make_handler(tmp_path, **options) as handler:
+        handler.load(tiny.state)
+        for step in range(4):
+            tiny.step()
+            assert handler.dump(tiny.state, step_info(step), metrics={"loss": 1.0})
+    told = [record for record in caplog.messages if "has the metric 'eval_loss'" in record]
+    assert len(told) == 1 and "(they have ['loss'])" in told[0]
 
 
 def test_a_generation_stays_when_any_rule_wants_it() -> None:
