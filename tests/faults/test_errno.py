@@ -197,9 +197,11 @@ def test_an_error_at_any_system_call_is_reported_and_survived(
             tally.add(kind, injected=1, lost=1)
             raise
         faults, reported = reports[0].faults, reports[0].reported
-        assert 0 < reported <= faults and reports[0].slowest_s < GROUP_TIMEOUT_S, (
+        assert reported <= faults and reports[0].slowest_s < GROUP_TIMEOUT_S, (
             "noticed only by a timeout"
         )
+        # Each of a few calls may be one that a save can do without, such as those of a removal.
+        assert reported > 0 or (faults > 0 and SHARE < FEW)
         tally.add(kind, injected=faults, survived=faults)
         what = "all from a call on" if lasting else "one call"
         say(f"{name}: {kind}, {what}, of ranks {victims}: {faults} attempts, {reported} reported")

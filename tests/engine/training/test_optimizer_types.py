@@ -45,7 +45,7 @@ REFUSALS = {
         r"one is AdamW"
     ),
     "muon": (
-        r"lacks '.*exp_avg' .* another model or optimizer; .* momentum_buffer in float32, .* one "
+        r"lacks '.*exp_avg' .* another model or optimizer.*; .* momentum_buffer in float32, .* one "
         r"is AdamW"
     ),
 }
