@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine import PublishedCopy, WeightUpdateMeta, save_hf
+from holdfast.engine.hf.deltas import made_from
 from holdfast.engine.hf.versions import published_versions, version_path
 from holdfast.engine.servers.publish import publish_weights
 from holdfast.recover import GenerationStore
@@ -70,9 +71,11 @@ class Known:
 
     Attributes:
         seen: name -> files, at the last look.
+        oldest_first: whether an older name goes before a newer one.
     """
 
     seen: dict[str, Tree] = field(default_factory=dict)
+    oldest_first: bool = True
 
     def look(
         self, folder: Path, visible: list[str], may_go: int, newest: str, done: bool
@@ -93,9 +96,9 @@ class Known:
         changed = [name for name in now if name in self.seen and now[name] != self.seen[name]]
         assert not changed, f"{changed} were written over"
         order = [*self.seen, *fresh]
-        assert visible == order[len(order) - len(visible) :] and len(visible) >= min(
-            may_go, len(order)
-        ), f"of {order} there is left {visible}"
+        n_newest = max(may_go, len(visible)) if self.oldest_first else may_go
+        newest_names = order[max(0, len(order) - n_newest) :]
+        assert set(newest_names) <= set(visible), f"of {order} there is left {visible}"
         self.seen = now
         return fresh
 
@@ -269,6 +272,7 @@ class DeltaSession(PublicationSession):
     def __init__(self, rank: int, root: str, model: str) -> None:
         super().__init__(rank, root, model)
         self.copy = PublishedCopy()
+        self.known.oldest_first = False  # changes go before what they are made from
 
     def train(self) -> None:
         change_a_little(self.model, 1.0)
@@ -283,6 +287,13 @@ class DeltaSession(PublicationSession):
 
     def verify(self, folder: Path) -> None:
         files_of_version(self.root, self.number)
+
+    def survey(self, done: bool, tidy: bool = True) -> None:
+        """Verify all versions, each with those that it is made from."""
+        super().survey(done, tidy)
+        if self.rank == 0:
+            for name in self.known.seen:
+                assert made_from(self.root / name), f"{name} lacks what it is made from"
 
 
 SESSIONS: dict[str, Any] = {
