@@ -115,7 +115,7 @@ class TrainerRun:
         self.n_epochs = n_epochs
         if self._last is None or self._trainer.args.max_steps <= 0:
             return n_epochs
-        # Those of the generation, and then at most all steps again.
+        # The epochs of the generation, and then at most those that all steps take.
         return min(n_epochs + self._last.epoch + 1, sys.maxsize)
 
     def open(self, steps_per_epoch: int) -> tuple[int, int] | None:
@@ -420,7 +420,7 @@ class TrainerRun:
         if scaler is not None:
             found["scaler"] = scaler
 
-        # Those of one class are numbered, so that others may come and go, as with report_to.
+        # Numbered within their class, because other callbacks may come and go, as with report_to.
         numbers: Counter[str] = Counter()
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, Stateful) and not is_exportable(callback):
