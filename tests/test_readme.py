@@ -88,6 +88,7 @@ def _with_own_model(code: str, folder: Path) -> str:
     return _changed(code, "Qwen/Qwen3-0.6B", folder / "model")
 
 
+@pytest.mark.slow
 def test_the_script_prints_its_steps_and_where_it_resumes_once_for_two_ranks(
     tmp_path: Path,
 ) -> None:

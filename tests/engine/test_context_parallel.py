@@ -158,6 +158,7 @@ def _balance(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     assert stats["router_aux_loss"] == pytest.approx(float(aux), rel=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", slow_but([PAIR], [PAIR, MESHES[2]]), ids=str)
 def test_experts_are_balanced_over_the_real_tokens_of_each_part_of_a_row(
     folders: Callable[[str], str], mesh: Mesh

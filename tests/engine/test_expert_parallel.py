@@ -139,6 +139,7 @@ def lopsided(rank: int, world_size: int, folder: str) -> None:
     assert last[:8].abs().max() > 0 and not last[8:].any()
 
 
+@pytest.mark.slow
 def test_experts_that_get_no_token_have_a_gradient_of_zeros(tmp_path: Path) -> None:
     model = build_reference(tiny_moe("deepseek_v3"))
     for module in model.modules():

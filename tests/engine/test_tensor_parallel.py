@@ -278,6 +278,7 @@ def _counts(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     assert counted == sum(param.numel() for param in engine.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", slow_but(MESHES[:1], MESHES), ids=str)
 def test_each_element_counts_on_one_rank_so_fingerprints_do_not_depend_on_the_mesh(
     folders: dict[str, Path], mesh: Mesh
@@ -489,6 +490,7 @@ def _wrong_plans(rank: int, world_size: int, folder: str) -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_plan_of_transformers_that_lacks_a_rule_is_refused_and_not_trained_with(
     folders: dict[str, Path],
 ) -> None:

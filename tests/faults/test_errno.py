@@ -161,7 +161,6 @@ FAST = [
     ("delta", *CASES[1]),
     ("export", *CASES[2]),
     ("publication", *CASES[3]),
-    ("snapshot", *CASES[4]),
 ]
 
 

@@ -26,6 +26,7 @@ from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call, write_half
 from tests.faults.tally import Tally
 from tests.faults.workshop import Built, Workshop, perform
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -138,7 +139,11 @@ def _check_and(built: Built, left: Killed | None, *then: Stage) -> Outcome:
     return built.workshop.ranks.run(*checks, *then)
 
 
-@pytest.mark.parametrize("name", EVERY)
+# These take longest, and differ least from the others.
+LONG = ("first snapshot", "export", "resume")
+
+
+@pytest.mark.parametrize("name", slow_but([n for n in EVERY if n not in LONG], EVERY))
 def test_a_kill_at_any_system_call_leaves_the_old_or_new_state(
     shop: Workshop,
     name: str,

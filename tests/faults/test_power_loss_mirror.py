@@ -31,6 +31,7 @@ from tests.faults.power_traces import Recorded, survey
 from tests.faults.shim import Shim
 from tests.faults.tally import Tally
 from tests.plugins.weights.publisher import Publisher, assert_same
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -97,7 +98,7 @@ class Whole:
         )
 
 
-@pytest.fixture(scope="module", params=MADE)
+@pytest.fixture(scope="module", params=slow_but(["first version"], MADE))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """A version that a mirror has made, with all calls."""
     root, version = tmp_path_factory.mktemp("mirror"), MADE[request.param]

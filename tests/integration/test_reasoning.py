@@ -55,6 +55,7 @@ def make_task(
     return modules[1].ReasoningTask(*data, tokenizer, max_new_tokens=8, wrong=wrong)
 
 
+@pytest.mark.slow
 def test_a_number_is_always_the_same_item_and_no_question_is_both_held_out_and_trained_on(
     modules: Any, tokenizer: Any
 ) -> None:

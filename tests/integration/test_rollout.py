@@ -3,6 +3,7 @@
 import resource
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import GenerationConfig
 
@@ -68,6 +69,7 @@ def _memory_of_samples(rank: int, world_size: int, folder: str, n_words: int) ->
     return (peak_bytes() - before) / (64 * 40 * n_words * 4)
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_samples_take_little_memory_beside_the_scores(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=20_000))
     make_tokenizer().save_pretrained(tmp_path / "model")

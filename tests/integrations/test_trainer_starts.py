@@ -30,6 +30,7 @@ from holdfast.utils.errors import (
     UnsupportedVersionError,
 )
 from tests.integrations.processes import run_job
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -351,7 +352,7 @@ def test_a_batch_that_waits_for_the_next_epoch_of_a_stream_is_not_lost(tmp_path:
     assert found == expected
 
 
-@pytest.mark.parametrize("stop_at", [None, 3], ids=["after its end", "after a kill"])
+@pytest.mark.parametrize("stop_at", slow_but([3], [None, 3]), ids=["after its end", "after a kill"])
 def test_a_run_on_a_stream_goes_on_where_it_was_with_more_steps(
     tmp_path: Path, stop_at: int | None
 ) -> None:

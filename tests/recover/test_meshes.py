@@ -325,6 +325,7 @@ def _head_has_data(rank: int, world_size: int, model: str, root: str) -> list[li
     return found
 
 
+@pytest.mark.slow
 def test_only_the_head_of_a_data_rank_needs_a_dataloader(model: str, tmp_path: Path) -> None:
     first, second = run_ranks(_head_has_data, 2, model, str(tmp_path))
     assert first == second and first[0] != first[1]

@@ -222,6 +222,7 @@ def test_a_preempted_job_leaves_with_its_exit_code_and_no_worker_stays() -> None
     assert live_placements() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["load"], ["load", "loss"]))
 def test_sigterm_while_workers_start_or_are_lost_is_a_stop_and_no_failure(
     tmp_path: Path, name: str

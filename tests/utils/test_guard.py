@@ -20,6 +20,7 @@ from holdfast.utils.guard import end_guarded, guarded_pid, start_guarded
 from tests.limits import stretched, wait_until
 from tests.live_vllm.live_server import LiveServer
 from tests.recover.triggers.jobs import job
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -126,7 +127,10 @@ def test_a_keeper_ends_the_processes_of_a_guard_that_was_killed(
 
 @pytest.mark.parametrize(
     ("who", "leaves", "count"),
-    [("shelter", "leaves", 5), ("program", "leaves", 5), ("guard", "leaves", 5)],
+    slow_but(
+        [("shelter", "leaves", 5), ("program", "leaves", 5)],
+        [("shelter", "leaves", 5), ("program", "leaves", 5), ("guard", "leaves", 5)],
+    ),
 )
 def test_all_processes_of_a_sheltered_program_end_without_its_keeper(
     server: list[str], processes: Callable, who: str, leaves: str, count: int

@@ -129,6 +129,7 @@ def test_the_handler_brings_it_back_as_it_was_when_it_was_staged(tmp_path: Path)
     assert described(resumed) == was != described(model)
 
 
+@pytest.mark.slow
 def test_it_comes_back_whatever_wraps_the_modules(tmp_path: Path) -> None:
     saved, loaded = Model(5), Model(7)
     save_dcp(tmp_path / "c", DCPState(saved))

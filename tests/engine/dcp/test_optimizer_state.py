@@ -123,6 +123,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
+@pytest.mark.slow
 def test_a_plain_tensor_of_ranks_shards_comes_back_at_any_world_size(tmp_path: Path) -> None:
     saved = run_ranks(_save, 2, str(tmp_path))[0]
     assert all(average.abs().sum() > 0 for average in saved["averages"])

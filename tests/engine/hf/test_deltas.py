@@ -266,6 +266,7 @@ def _meshes(rank: int, world_size: int, folder: str, root: str, mesh: Mesh) -> N
     engine.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     slow_but([Mesh(2, "fsdp:t2")], [Mesh(2, "fsdp:t2"), Mesh(4, "fsdp:d2t2"), Mesh(2, "fsdp", 2)]),

@@ -126,6 +126,7 @@ def _loads_as_from_pretrained(rank: int, world_size: int, root: Path) -> None:
             assert ours.read_bytes() == theirs.read_bytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 def test_a_multimodal_folder_loads_and_is_exported_as_a_causal_model(
     world_size: int, tmp_path: Path

@@ -243,6 +243,7 @@ def _after_an_evaluation(rank: int, world_size: int, root: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_and_loaded_after_a_forward_that_leaves_gathered_ones(
     tmp_path: Path,
 ) -> None:

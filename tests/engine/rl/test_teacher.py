@@ -219,6 +219,7 @@ def test_servers_score_the_tokens_as_the_engine_does_and_one_of_them_may_fail(
         assert min(asked) > 0
 
 
+@pytest.mark.slow
 def test_a_teacher_without_any_server_left_ends_the_step_on_all_ranks_with_its_error(
     models: tuple[str, str], tmp_path: Path
 ) -> None:

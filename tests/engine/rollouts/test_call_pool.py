@@ -166,6 +166,7 @@ def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path) -> None
     assert still_alive([child], stretched(10)) == []
 
 
+@pytest.mark.slow
 def test_processes_are_forked_with_torch_and_holdfast_and_find_modules_next_to_the_script(
     tmp_path: Path,
 ) -> None:

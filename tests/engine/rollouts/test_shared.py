@@ -100,6 +100,7 @@ def _lasting(rank: int, world_size: int, root: str, steps: list[int], last: int)
     return found, [request.input_ids[0] for request in server.seen], replayed
 
 
+@pytest.mark.slow
 def test_ranks_that_resume_take_the_answers_of_rank_0_from_its_log(tmp_path: Path) -> None:
     first = run_ranks(_lasting, 2, str(tmp_path), [0, 1], 0)
     second = run_ranks(_lasting, 2, str(tmp_path), [1], 0)

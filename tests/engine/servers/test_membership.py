@@ -546,6 +546,7 @@ def tickets(
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drain_s", slow_but([0.0], [0.0, 30.0]), ids=["cut off", "drained"])
 @pytest.mark.parametrize("ahead", slow_but([0], [0, 1]))
 def test_tickets_are_those_of_a_run_in_which_no_server_was_removed(

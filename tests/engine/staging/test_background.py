@@ -312,6 +312,7 @@ def _initialize_again(rank: int, world_size: int, models: tuple[str, str], root:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_an_engine_initialized_again_saves_its_new_model_and_frees_the_old(
     tmp_path: Path,
 ) -> None:

@@ -19,6 +19,7 @@ from holdfast.engine.training.logprobs import (
     token_logprobs,
 )
 from tests.engine.peak_memory import peak_allocated_bytes
+from tests.tiers import slow_but
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 
@@ -214,7 +215,7 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_loss_tokens() -> None:
     assert float(count_loss_tokens(micro_batch)) == 4
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", slow_but([0.7], [1.0, 0.7]))
 @pytest.mark.parametrize("trains_head", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), [(512, 32), (16, 256)])
 def test_a_head_takes_its_gradients_one_chunk_and_small_copies(

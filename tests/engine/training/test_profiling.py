@@ -55,6 +55,7 @@ def _phases(trace: Path) -> list[str]:
     return [name for name in names if name in ("forward", "update", "snapshot", "publish")]
 
 
+@pytest.mark.slow
 def test_chosen_steps_of_a_chosen_rank_are_traced_with_their_phases(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     found = run_ranks(_train, 2, str(tmp_path / "model"), str(tmp_path))

@@ -357,6 +357,7 @@ def test_steps_on_meshes_are_those_of_the_unsharded_model_on_whole_rows(
     run_ranks(_steps, mesh.ranks, folders(model), mesh, len(SETTINGS), timeout_s=240)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_rows_take_the_step_of_the_unsharded_model_on_whole_rows(
     folders: Callable[[str], str],
 ) -> None:

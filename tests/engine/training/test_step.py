@@ -172,6 +172,7 @@ def _steps_of_micro_batches_that_count_alike(
     return results
 
 
+@pytest.mark.slow
 def test_a_weight_that_depends_on_the_cut_follows_the_last_cut(folder: Path) -> None:
     for ours in run_ranks(_steps_of_micro_batches_that_count_alike, 2, str(folder)):
         twice, once = ours["cut twice"], ours["cut once"]

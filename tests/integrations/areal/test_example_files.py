@@ -15,6 +15,7 @@ from holdfast.integrations.areal.keys import KEYS, Fate
 from holdfast.recover import RecoverConfig
 from holdfast.utils.errors import ConfigError
 from tests.integrations.areal.test_load import Job
+from tests.tiers import slow_but
 
 FILES = yaml.safe_load((Path(__file__).parent / "files.yaml").read_text())
 REMOVED = "AReaL has removed it: `rejection_sampling"
@@ -91,7 +92,7 @@ def test_there_are_as_many_files_as_areal_has() -> None:
     assert set(REFUSED) <= set(FILES["files"])
 
 
-@pytest.mark.parametrize("name", FILES["files"])
+@pytest.mark.parametrize("name", slow_but([*FILES["files"]][::5], FILES["files"]))
 def test_an_example_file_loads_or_is_refused_for_a_named_reason(name: str, tmp_path: Path) -> None:
     keys = keys_of(name)
     path = write(tmp_path, keys)

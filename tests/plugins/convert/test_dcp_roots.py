@@ -24,6 +24,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
 from tests.plugins.convert.hosts import Host, assert_same, tiny_config
+from tests.tiers import slow_but
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -251,7 +252,7 @@ def _load_as_areal(
     return host.tensors(), rates
 
 
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("groups", slow_but([True], [False, True]))
 def test_areals_loader_takes_what_is_made_of_a_folder_of_ours(groups: bool, tmp_path: Path) -> None:
     host = Host(groups=groups).train(3)
     save_dcp(tmp_path / "ours", host.state)

@@ -92,8 +92,8 @@ def loaded(folder: Path) -> Tensors:
 @pytest.mark.parametrize(
     ("world_size", "sharded", "safe", "experts"),
     [
-        (1, False, True, False),
         (1, False, True, True),
+        pytest.param(1, False, True, False, marks=pytest.mark.slow),
         pytest.param(1, False, False, False, marks=pytest.mark.slow),
         pytest.param(2, True, True, False, marks=pytest.mark.slow),
     ],

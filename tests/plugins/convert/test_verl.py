@@ -188,6 +188,7 @@ def test_the_flat_optimizer_of_fsdp1_is_refused_with_what_can_be_done(tmp_path: 
         convert(tmp_path / "actor", tmp_path / "c", to="dcp")
 
 
+@pytest.mark.slow
 def test_an_engine_of_several_must_be_named(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -213,7 +213,7 @@ BAD: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", slow_but(["nothing", "a path", "deep"], BAD))
 def test_bad_requests_are_refused(name: str, tmp_path: Path) -> None:
     with mirror(tmp_path) as running:
         status, answer = running.request("/prepare", BAD[name])

@@ -19,6 +19,7 @@ from tests.helpers import run_ranks
 from tests.once import make_once
 from tests.recover.cli.commands import answer, holdfast
 from tests.recover.runs import make_handler, step_info
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,7 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_once(tmp_path_factory, "adapters", make)
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", slow_but([1], [0, 1]))
 def test_merged_exports_have_the_bytes_that_the_run_itself_exported(
     root: Path, tmp_path: Path, step: int
 ) -> None:

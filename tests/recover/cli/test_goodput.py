@@ -77,6 +77,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_parts_add_up_to_the_wall_time_of_a_run_that_was_killed_eight_times(
     killed: Path,
 ) -> None:

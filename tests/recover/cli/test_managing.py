@@ -390,6 +390,7 @@ def _contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_an_export_of_a_copy_at_a_url_is_the_same(
     finished: Path, at_s3: str, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from holdfast.recover.cli.main import _COMMANDS, cli
 from tests.limits import stretched
 from tests.recover.cli.commands import HOLDFAST, finish, flip_byte, holdfast, start
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,7 +40,11 @@ cli.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize(
-    "command", ["--help", "ls", "verify", "why", "top", "resume-from", "pin", "mirror ls"]
+    "command",
+    slow_but(
+        ["--help", "ls", "resume-from", "mirror ls"],
+        ["--help", "ls", "verify", "why", "top", "resume-from", "pin", "mirror ls"],
+    ),
 )
 def test_commands_that_read_no_tensor_do_not_import_torch(command: str, run: Path) -> None:
     where = (

@@ -292,7 +292,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
     "rare snapshots of the workers": (plain, {"num_workers": 2, "snapshot_every_n_steps": 4}, True),
 }
 QUICK = [name for name, (_, options, _) in VARIANTS.items() if not options]
-QUICK += ["draws, workers", "a stream, a worker", "persistent workers"]
+QUICK += ["a stream, a worker", "persistent workers"]
 """Loaders without worker processes, and some with."""
 
 

@@ -309,7 +309,7 @@ def test_batches_in_the_order_in_which_workers_finish_are_refused(dataset: Any) 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("n", [0, 1, 5, 9])
+@pytest.mark.parametrize("n", slow_but([0, 5], [0, 1, 5, 9]))
 def test_a_stream_shorter_than_a_trial_is_tried_in_its_middle(
     n: int, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:

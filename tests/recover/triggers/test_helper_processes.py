@@ -153,6 +153,7 @@ def train_with_calls(pipe: Connection, root: Path) -> None:
             handler.dump(tiny.state, step_info(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["SIGUSR1"], ["SIGTERM", "SIGUSR1"]))
 def test_a_signal_to_the_group_of_a_job_leaves_its_calls_in_other_processes_alone(
     tmp_path: Path, name: str
