@@ -111,6 +111,16 @@ def test_engine_and_recover_import_where_ray_is_not_installed(tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
 
 
+def test_workers_that_do_not_train_import_no_fsdp(tmp_path: Path) -> None:
+    script = (
+        "import sys\nimport holdfast.engine.workers.group\n"
+        "print([name for name in sys.modules if name.startswith('torch.distributed.fsdp')])"
+    )
+    command = [sys.executable, "-c", script]
+    found = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=stretched(100))
+    assert found.strip() == "[]"
+
+
 def test_the_names_of_the_parts_that_trainers_embed_stay() -> None:
     assert issubclass(DCPState, Stateful)
     assert list(inspect.signature(FSDPEngine.save).parameters)[:2] == ["self", "meta"]

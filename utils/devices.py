@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .compat.torch_private import free_matrix_workspaces
 from .errors import ConfigError, PeerError
 from .launch import launch_environment
 from .logging import get_logger
@@ -179,5 +178,8 @@ def free_cached_memory(device: torch.device) -> None:
     """
     gc.collect()
     if device.type == "cuda":
+        # It imports FSDP, which takes a second, and a worker that does not train needs no FSDP.
+        from .compat.torch_private import free_matrix_workspaces
+
         free_matrix_workspaces()
         torch.cuda.empty_cache()
