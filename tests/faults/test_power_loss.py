@@ -131,12 +131,12 @@ def _judge(
     assert not lost, "\n".join(found.losses[:5])
 
 
-# These take longest, and differ least from the others.
-LONG = (MIRRORED, REPLACING, FIRST_WITH_LOG, DELTA)
+# They resemble the other snapshots and dumps.
+ALIKE = (MIRRORED, REPLACING, FIRST_WITH_LOG)
 
 
 @pytest.mark.parametrize(
-    "name", slow_but([n for n in POWER_SCENARIOS if n not in LONG], POWER_SCENARIOS)
+    "name", slow_but([n for n in POWER_SCENARIOS if n not in ALIKE], POWER_SCENARIOS)
 )
 def test_a_power_cut_leaves_the_old_or_new_and_what_was_promised(
     name: str, recorded: Callable[[str], Recorded], tally: Tally, say: Callable[[str], None]

@@ -37,7 +37,6 @@ from tests.faults.share import SHARE, pick
 from tests.faults.tally import Tally
 from tests.helpers import run_ranks
 from tests.recover.runs import digest, make_handler, make_loader
-from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -87,7 +86,7 @@ def _judge(
     return None
 
 
-@pytest.mark.parametrize("kind", slow_but([k for k in KINDS if k != "truncated file"], KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_damage_is_found_set_aside_and_the_older_generation_used(
     kind: str,
     good: Path,

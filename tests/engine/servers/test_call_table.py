@@ -81,7 +81,6 @@ def shared(call: Call) -> bool:
     return not (call.fresh or call.ends or call.needs in OPTIONS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", sglang_calls.CALLS, ids=lambda call: call.name)
 def test_the_fake_of_sglang_answers_as_the_table_says(
     call: Call, folders: Folders, fakes: dict[str, FakeServer], tmp_path: Path
@@ -92,7 +91,6 @@ def test_the_fake_of_sglang_answers_as_the_table_says(
         check_alone("sglang", call, folders, tmp_path, SGLANG)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", vllm_calls.CALLS, ids=lambda call: call.name)
 def test_the_fake_of_vllm_answers_as_the_table_says(
     call: Call, folders: Folders, fakes: dict[str, FakeServer], tmp_path: Path
