@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.limits import stretched
+from tests.limits import TIMEOUT_FACTOR, stretched
 from tests.tiers import part_of
 
 SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
@@ -63,6 +63,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduling import ByFile  # not every environment has pytest-xdist
 
     return ByFile(config, log)
+
+
+def pytest_report_header() -> str:
+    return f"time limits: {TIMEOUT_FACTOR} times those of an idle, fast machine"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,5 +1,4 @@
-"""Time limits of tests: generous, and ``HOLDFAST_TEST_TIMEOUT_FACTOR`` times as generous on a slow
-or busy machine.
+"""Time limits of tests: generous, and more so on a slow or busy machine.
 
 Only limits after which a test gives up are stretched, never timeouts that are under test.
 """
@@ -7,14 +6,34 @@ Only limits after which a test gives up are stretched, never timeouts that are u
 import os
 import time
 from collections.abc import Callable
+from statistics import median
 
-TIMEOUT_FACTOR = float(os.environ.get("HOLDFAST_TEST_TIMEOUT_FACTOR", "1"))
+VARIABLE = "HOLDFAST_TEST_TIMEOUT_FACTOR"
+ADDITIONS = 400_000
+ADDITIONS_S = 0.02
+"""Seconds that ``ADDITIONS`` take on an idle machine with which the limits were chosen."""
+LARGEST = 10.0
+
+
+def slowness() -> float:
+    """How many times longer than there a little work takes here and now, 1 to ``LARGEST``."""
+    took = []
+    for _ in range(25):
+        began = time.perf_counter()
+        total = 0
+        for number in range(ADDITIONS):
+            total += number
+        took.append(time.perf_counter() - began)
+    return min(max(1.0, median(took) / ADDITIONS_S), LARGEST)
+
+
+if VARIABLE not in os.environ:  # for all processes that this one starts, too
+    os.environ[VARIABLE] = f"{slowness():.1f}"
+TIMEOUT_FACTOR = float(os.environ[VARIABLE])
 """Factor for all limits."""
 
 if not 0 < TIMEOUT_FACTOR < float("inf"):
-    raise ValueError(
-        f"HOLDFAST_TEST_TIMEOUT_FACTOR is {TIMEOUT_FACTOR}; expected a positive number, 3 say"
-    )
+    raise ValueError(f"{VARIABLE} is {TIMEOUT_FACTOR}; expected a positive number, 3 say")
 
 
 def stretched(limit_s: float) -> float:

@@ -10,7 +10,7 @@ import ray
 
 from tests import conftest, limits
 from tests.helpers import run_ranks
-from tests.ray_helpers import local_ray
+from tests.ray_helpers import ROOT, local_ray
 
 __all__ = ["local_ray"]
 
@@ -72,3 +72,16 @@ def test_time_limits_stretch_with_the_factor(
     monkeypatch.setattr(limits, "TIMEOUT_FACTOR", 3)
     conftest.pytest_collection_modifyitems(request.config, [request.node])
     assert limit() == 3 * before
+
+
+def test_a_slow_machine_has_longer_limits_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ADDITIONS_S", 1e-9)
+    assert limits.slowness() == limits.LARGEST
+    monkeypatch.setattr(limits, "ADDITIONS_S", 1e9)
+    assert limits.slowness() == 1
+
+
+def test_processes_have_the_limits_of_the_one_that_started_them() -> None:
+    code = "from tests.limits import TIMEOUT_FACTOR; print(TIMEOUT_FACTOR)"
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert float(said) == limits.TIMEOUT_FACTOR
