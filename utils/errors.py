@@ -137,6 +137,10 @@ class NoServerError(UnreachableServerError):
     """
 
 
+class CutOffError(NoServerError):
+    """A request was given up before its answer came, because its server was removed."""
+
+
 class SlowServerError(PublishError):
     """A server did not answer in time. It may still finish the update: its weights are unknown."""
 

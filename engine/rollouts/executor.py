@@ -538,6 +538,8 @@ class RolloutExecutor:
                 check_trajectory(trajectory)
                 if self._should_accept is not None and not self._should_accept(trajectory):
                     trajectory = None
+            if trajectory is not None:
+                trajectory = _kept(trajectory)
         except BaseException as error:
             # Also for CancelledError, and SystemExit, which would end the loop.
             if self._closed:
@@ -546,8 +548,6 @@ class RolloutExecutor:
             return
 
         with self._changed:
-            if trajectory is not None:
-                trajectory = _kept(trajectory)
             self._ledger.settle(ticket.number, trajectory)
             self._recorded.forget(ticket.number, finished=trajectory is not None)
             engine.is_over = True

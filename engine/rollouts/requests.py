@@ -21,6 +21,7 @@ from ...utils.errors import (
     BusyServerError,
     CallLost,
     ConfigError,
+    CutOffError,
     NoServerError,
     RolloutError,
     ServerError,
@@ -99,14 +100,19 @@ class RequestSender:
     async def _send_once(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         # A busy or absent server has not failed. Wait for it, or ask another one.
         limit_s = self._config.server_wait_s
-        given_up_s = time.monotonic() + limit_s
+        refused_since: float | None = None
         absent_since: float | None = None
         while True:
+            if await self._was_paused():
+                refused_since = None
             try:
                 return await self._send_to_one(request, episode)
             except (BusyServerError, NoServerError) as error:
                 now = time.monotonic()
-                left_s = given_up_s - now
+                # A request that was cut off had been taken.
+                if refused_since is None or isinstance(error, CutOffError):
+                    refused_since = now
+                left_s = refused_since + limit_s - now
                 if left_s <= 0:
                     raise RolloutError(
                         f"no server took a request for {limit_s:g} s: {error}"
@@ -135,7 +141,7 @@ class RequestSender:
             if key in self._absent:
                 self._absent.remove(key)
                 logger.info("%s answers requests again", _name(server))
-            episode.check(response)
+            episode.check(response, server)
         except TimeoutError as error:
             episode.failed = server
             if isinstance(server, TimeoutCounter):
@@ -170,13 +176,22 @@ class RequestSender:
             else:
                 require_no_stop("an inference server", absent_since)
             await asyncio.sleep(_LOOK_AGAIN_S)
-            await self.open.wait()
+            if await self._was_paused():
+                absent_since = time.monotonic()
+                given_up_s = absent_since + limit_s
             serving = self.usable()
 
         others = [server for server in serving if server is not episode.failed] or serving
         if any(server is episode.server for server in others):
             return episode.server
         return min(others, key=lambda server: self._in_flight[id(server)])
+
+    async def _was_paused(self) -> bool:
+        """Wait while requests may not be sent. Returns whether that was so."""
+        if self.open.is_set():
+            return False
+        await self.open.wait()
+        return True
 
     def usable(self) -> list[GenerationServer]:
         """The servers that may be asked now."""
@@ -296,9 +311,9 @@ class TicketEngine:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._recorded.begin, intent)
 
-    def check(self, response: ModelResponse) -> None:
-        """Raise ServerError if too old or too new weights sampled the answer, or an entry is
-        missing.
+    def check(self, response: ModelResponse, server: GenerationServer) -> None:
+        """Raise ServerError if too old or too new weights sampled the answer of ``server``, or an
+        entry is missing.
         """
         versions = response.output_versions
         n_tokens = len(response.output_tokens)
@@ -306,7 +321,7 @@ class TicketEngine:
         n_versions = len(versions)
         if not n_tokens == n_logprobs == n_versions:
             raise ServerError(
-                f"{_name(self.server)} answered {n_tokens} tokens, "
+                f"{_name(server)} answered {n_tokens} tokens, "
                 f"{n_logprobs} log-probabilities and "
                 f"{n_versions} versions; expected as many of each"
             )
@@ -315,7 +330,7 @@ class TicketEngine:
         if wrong is not None:
             oldest, newest = self._bounds
             raise ServerError(
-                f"{_name(self.server)} sampled with weights of version {wrong}; "
+                f"{_name(server)} sampled with weights of version {wrong}; "
                 f"{self._ticket} takes versions {oldest} to {newest}"
             )
 

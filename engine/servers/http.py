@@ -32,6 +32,7 @@ from tenacity import (
 from ...utils.errors import (
     BusyServerError,
     ConfigError,
+    CutOffError,
     NoServerError,
     ServerError,
     SlowServerError,
@@ -190,7 +191,8 @@ class Connections:
         """POST ``body``, or GET if it is None, and return the JSON object of the answer.
 
         Raises:
-            NoServerError: no connection, or `drain` cut the request off.
+            NoServerError: no connection.
+            CutOffError: `drain` cut the request off.
             UnreachableServerError: the connection broke, and the retries failed too.
             SlowServerError: no answer within ``limit_s``.
             BusyServerError: the server takes no request now.
@@ -220,7 +222,7 @@ class Connections:
                 answer = await trying(send)
         except TimeoutError as failure:
             if limit not in self._in_flight:
-                raise NoServerError(f"{what} was cut off: the server was removed") from failure
+                raise CutOffError(f"{what} was cut off: the server was removed") from failure
             self.unanswered += 1
             raise SlowServerError(
                 f"{what} was not answered, all together within {limit_s:g} s"

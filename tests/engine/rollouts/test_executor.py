@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 
 from holdfast.engine.rollouts import RolloutConfig, Ticket, rewards_differ
 from holdfast.engine.servers.api import ModelRequest, ModelResponse
-from holdfast.utils.errors import ConfigError, RolloutError, RolloutTimeout
+from holdfast.utils.errors import (
+    BusyServerError,
+    ConfigError,
+    CutOffError,
+    RolloutError,
+    RolloutTimeout,
+    ServerError,
+)
 from holdfast.utils.rng import capture_rng, rng_digest
 from tests.engine.rollouts.servers import Echo, Pool, Prompts, Server, make_executor, make_loader
 from tests.limits import wait_until
@@ -224,6 +232,68 @@ def test_no_server_at_all_ends_in_an_error() -> None:
     with make_executor([], server_wait_s=0.1) as executor:
         executor.set_version(0)
         with pytest.raises(RolloutError, match=r"no server could be used for 0\.1 s"):
+            executor.next_batch(0)
+
+
+def test_a_request_that_is_cut_off_after_a_long_time_goes_to_another_server() -> None:
+    class Removed(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            self.seen.append(request)
+            await asyncio.sleep(0.5)
+            raise CutOffError("it was cut off: the server was removed")
+
+    removed = Removed()
+    with make_executor([removed, Server()], server_wait_s=0.2) as executor:
+        executor.set_version(0)
+        assert len(executor.next_trajectories(0)) == 4
+    assert removed.seen
+
+
+def test_a_pause_is_no_time_in_which_servers_refuse_requests() -> None:
+    class Busy(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            if request not in self.seen:
+                self.seen.append(request)
+                raise BusyServerError("429", 0.0)
+            return await super().agenerate(request)
+
+    with make_executor([Busy()], server_wait_s=0.3) as executor:
+        executor.pause()
+        executor.set_version(0)
+        time.sleep(0.5)
+        executor.resume()
+        assert len(executor.next_trajectories(0)) == 4
+
+
+def test_an_answer_is_blamed_on_the_server_that_gave_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Stale(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            self.seen.append(request)
+            if len(self.seen) == 1:
+                await asyncio.sleep(0.1)
+                raise ServerError("the first request fails, and the episode moves on")
+            await asyncio.sleep(0.5)
+            return await super().agenerate(request)
+
+    stale, sound = Stale(9), Server(0)
+    stale.name, sound.name = "stale", "sound"
+    workflow = Echo(n_samples=2)
+    with make_executor([stale, sound], workflow, make_loader(batch_size=1)) as executor:
+        executor.set_version(0)
+        executor.next_batch(0)
+    assert "stale sampled with weights of version 9" in caplog.text
+    assert "sound sampled with" not in caplog.text
+
+
+def test_a_trajectory_that_cannot_be_copied_ends_the_wait_at_once() -> None:
+    class Elsewhere(Echo):
+        async def arun_episode(self, engine: Any, data: Any) -> Any:
+            trajectory: Any = await super().arun_episode(engine, data)
+            return trajectory | {"extra": torch.empty(1, device="meta")}
+
+    with make_executor([Server()], Elsewhere()) as executor:
+        executor.set_version(0)
+        with pytest.raises(RolloutError, match=r"ticket 0 .* Cannot copy out of meta tensor"):
             executor.next_batch(0)
 
 
