@@ -68,12 +68,12 @@ def _start_time(pid: int) -> str | None:
 
 
 def _stat(process: int | str) -> list[str] | None:
-    """The fields of proc(5) stat from the third on. None if the process ended, or ``/proc`` is
-    missing.
+    """The fields of proc(5) stat from the third on. None if the process ended, if ``/proc`` is
+    missing, or if it hides the processes of other users (``hidepid=1``).
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
 
     # The second field is the name in brackets, which may hold brackets and spaces itself.

@@ -283,7 +283,7 @@ class WatchedServer(WatchedProcess):
         self._gpus = gpus
         self._cache = folder / f"cache_{number}"
         self._looked_at = 0.0
-        self._answered_at = 0.0
+        self._silent_since: float | None = None
         self._token: Future[None] | None = None
 
     def suspect(self) -> None:
@@ -296,6 +296,7 @@ class WatchedServer(WatchedProcess):
         self.identity = identity
         self.client = None
         self.version = None
+        self._silent_since = None
         self._token = None
         variables = self._spec.variables(identity, str(self._cache))
         if self._gpus is not None:
@@ -324,7 +325,6 @@ class WatchedServer(WatchedProcess):
             self.client.require_name(_LOOK_LIMIT_S)
         except ServerError:
             return False
-        self._answered_at = time.monotonic()
         return True
 
     def _hang(self, now: float) -> str | None:
@@ -336,12 +336,16 @@ class WatchedServer(WatchedProcess):
             return None
         self._looked_at = now
 
-        # A server whose engine is stuck still answers this.
+        # A server whose engine is stuck still answers this. The silence begins with the first
+        # look: this thread may not have looked for a while.
         if not self._answers():
-            silent_s = now - self._answered_at
+            if self._silent_since is None:
+                self._silent_since = now
+            silent_s = now - self._silent_since
             if silent_s > self._limits.hang_timeout_s:
                 return f"it has not answered for {silent_s:.0f} s"
             return None
+        self._silent_since = None
         with suppress(ServerError):  # its engine loads weights, or hangs
             self.version = client.read_version(_LOOK_LIMIT_S)
 

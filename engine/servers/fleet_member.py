@@ -319,9 +319,10 @@ class FleetMember(Generic[S]):
     def note_silence(self) -> None:
         """Note the server as gone if a status request has taken too long."""
         with self.changed:
-            if self._asked_at is None:
+            asked_at = self._asked_at  # another thread ends the request at any moment
+            if asked_at is None:
                 return
-            silent_s = time.monotonic() - self._asked_at
+            silent_s = time.monotonic() - asked_at
             if silent_s >= _SILENCE_S:
                 self.note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
 

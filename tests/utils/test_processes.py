@@ -1,14 +1,17 @@
 """The start time of a process, and the processes that end with torchrun."""
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
-from holdfast.utils.processes import process_started_at
+from holdfast.utils.processes import process_started_at, processes_of_group
 
 
 def test_the_start_is_what_the_operating_system_says() -> None:
@@ -38,3 +41,18 @@ def test_a_rank_ends_with_torchrun_and_what_the_rank_has_started_does_not() -> N
     env = os.environ | {"TORCHELASTIC_RUN_ID": "one"}
     found = subprocess.run(rank, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["9", "0"]
+
+
+def test_processes_that_proc_hides_are_no_members_of_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_text = Path.read_text
+
+    def hiding(path: Path, *args: Any, **options: Any) -> str:
+        if path == Path("/proc/1/stat"):  # as proc(5) does with hidepid=1
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", hiding)
+    own = [member.pid for member in processes_of_group(os.getpgrp())]
+    assert os.getpid() in own

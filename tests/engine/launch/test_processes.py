@@ -22,7 +22,8 @@ from holdfast.engine.launch import ServerProcesses, ServerSpec, WatchLimits
 from holdfast.engine.launch import keeper as keeper_module
 from holdfast.engine.launch import program as program_module
 from holdfast.engine.launch import watched as watched_module
-from holdfast.engine.launch.program import LocalRun, Program
+from holdfast.engine.launch.program import LocalRun, Program, Run
+from holdfast.engine.launch.watched import WatchedServer
 from holdfast.engine.servers import ModelRequest, ServerFleet, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.utils.errors import ConfigError, NoServerError, RolloutError, ServerError
@@ -545,3 +546,20 @@ def test_a_restarted_server_serves_the_newest_weights_to_the_fleet(
         fleet.update(write_published(tmp_path / "weights", 2), 2, LIMIT_S)
         response = asyncio.run(fleet.serving()[0].agenerate(REQUEST))
         assert set(response.output_versions) == {2}
+
+
+def test_a_server_is_asked_again_before_it_counts_as_silent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper may not have looked for a while: it ends other servers, or was stopped."""
+
+    def never(program: Program, run: Run | None) -> Run:
+        raise AssertionError("nothing is started")
+
+    server = WatchedServer(0, stand_in_spec(folder), folder, LIMITS, never)
+    server.client = VLLMServer("http://127.0.0.1:9")
+    limit_s = LIMITS.hang_timeout_s
+    monkeypatch.setattr(server, "_answers", lambda: False)
+    assert server._hang(1000.0) is None
+    assert server._hang(1000.0 + limit_s / 2) is None
+    assert "it has not answered for" in str(server._hang(1001.0 + limit_s))

@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier, Condition, Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from holdfast.engine.servers.api import (
     ServerStatus,
     weights_label,
 )
+from holdfast.engine.servers.fleet_member import FleetMember
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     ConfigError,
@@ -562,3 +564,18 @@ def test_a_fleet_without_servers_has_nothing_to_wait_for(
     fleet = make_fleet()
     assert fleet.update(write_published(tmp_path, 1), 1, LIMIT_S) == []
     assert fleet.wait_serving(0, 0.0) and not fleet.wait_serving(1, 0.0)
+
+
+def test_a_status_request_may_end_while_its_duration_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    member = FleetMember(PlainServer(), Condition())
+    member._asked_at = 0.0
+
+    def ends() -> float:
+        member._asked_at = None
+        return 1e9
+
+    monkeypatch.setattr(fleet_member, "time", SimpleNamespace(monotonic=ends))
+    member.note_silence()
+    assert member.report.state is GONE
