@@ -131,8 +131,8 @@ class Attempt:
             resources: resources of each rank. None means one CPU.
             strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or
                 STRICT_SPREAD.
-            stall_timeout_s: see `WorkerGroup`. Doubled each time that a group of this name made no
-                progress and was lost.
+            stall_timeout_s: see `WorkerGroup`. Doubled for the next group of this name if this one
+                made no progress and was lost, unless the last retry was ``retry_window_s`` ago.
         Raises:
             ConfigError: this attempt already started a group of this name.
             ResourcesUnavailable: the cluster lacked the resources for ``recover.node_wait_s``.
@@ -434,6 +434,7 @@ class _Losses:
         # group name -> late starts since its last start in time
         self._late_starts: Counter[str] = Counter()
         self._stalls: Counter[str] = Counter()
+        self._stalled_s = 0.0
 
     def stall_factor(self, name: str) -> int:
         """How many times as long as at first a group may make no progress."""
@@ -464,9 +465,13 @@ class _Losses:
 
         Raises RetriesExhausted if there were too many.
         """
-        now = time.monotonic()
         window_s = self._config.retry_window_s
         with self._lock:
+            # The wait for workers that hang is left out. It may be longer than the window, and the
+            # job would be started again for ever.
+            if group is not None:
+                self._stalled_s += group.stalled_s
+            now = time.monotonic() - self._stalled_s
             recent = [moment for moment in self._retried_at if now - moment <= window_s]
             self._retried_at = [*recent, now]
         if len(recent) >= self._config.retries:
@@ -479,9 +484,11 @@ class _Losses:
         if group is None:  # of another job, or it never started
             return
 
-        # Allow more time for a step or a start that has just timed out.
-        if group.stalled:
-            self._stalls[group.name] += 1
+        # Allow more time for a step or a start that has just timed out. A limit that was long
+        # enough until now stays.
+        if group.stalled_s:
+            if recent or not self._stalls[group.name]:
+                self._stalls[group.name] += 1
             logger.warning(
                 "worker group %r made no progress for its stall_timeout_s; the next one may take "
                 "%d times as long, in case its calls just take long",

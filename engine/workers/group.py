@@ -74,7 +74,8 @@ class WorkerGroup:
         world_size: number of ranks.
         placement: where the ranks run. Another group can be built on it once this one is dead.
         started_late: the group was lost because it did not start in time.
-        stalled: the group was lost because no rank made progress.
+        stalled_s: seconds without progress of any rank for which the group was lost. 0.0 if it was
+            not lost, or for another reason.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class WorkerGroup:
         self.name = name
         self.world_size = world_size
         self.started_late = False
-        self.stalled = False
+        self.stalled_s = 0.0
         self._resources = resources or WorkerResources()
         self._node_id = ray.get_runtime_context().get_node_id()
         self._owns_placement = placement is None
@@ -508,7 +509,7 @@ class WorkerGroup:
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
 
         if hung:
-            self.stalled = hung.stalled
+            self.stalled_s = hung.stalled_s
             raise self._lose(hung.ranks, f"{hung.symptom} during {what}")
         waiting = sorted(answers.pending.values())
         if not answers.errors:

@@ -175,13 +175,13 @@ class Patience:
 
 @dataclass(frozen=True)
 class Hung:
-    """Ranks that live but will not answer. If ``stalled``, they answer pings, so they may just be
-    slow.
+    """Ranks that live but will not answer. If they answer pings, they may just be slow, and
+    ``stalled_s`` tells for how many seconds they made no progress.
     """
 
     ranks: list[int]
     symptom: str
-    stalled: bool = False
+    stalled_s: float = 0.0
 
 
 def wait_watching(
@@ -227,7 +227,7 @@ def wait_watching(
             if left_s >= hang_s:
                 hung = Hung(silent, f"no answer to a ping within {hang_s:g} s")
         elif not answers.errors and min(since_call_s, *idle_s.values()) >= stall_s:
-            hung = Hung(pending, f"no progress for {stall_s:g} s", stalled=True)
+            hung = Hung(pending, f"no progress for {stall_s:g} s", stall_s)
         if hung or answers.errors:
             answers.collect(0)  # a death in the meantime is reported as a death
             return hung

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ import holdfast.recover.supervisor
 from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import PlacementRequest, WorkerResources, place
 from holdfast.recover import RecoverConfig
-from holdfast.recover.supervisor import Attempt, Supervisor
+from holdfast.recover.storage.journal import Journal
+from holdfast.recover.supervisor import Attempt, Supervisor, _Losses
 from holdfast.utils.errors import (
     ConfigError,
     FolderInUseError,
@@ -425,6 +427,38 @@ def test_a_group_lost_for_want_of_progress_may_take_longer_next(
         "'rollout' made no progress for its stall_timeout_s; the next one may take 4 times as long"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize("stalled_s", [0.0, 3600.0], ids=["crashes", "hangs"])
+def test_only_work_between_two_losses_lets_a_retry_be_forgotten(
+    stalled_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that hangs at the same place would be started again for ever."""
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(holdfast.recover.supervisor, "time", clock)
+    config = RecoverConfig(mode="off", retries=2, retry_window_s=1000)
+    losses = _Losses(config, Journal(tmp_path))
+    group: Any = SimpleNamespace(name="rollout", stalled_s=stalled_s, started_late=False)
+    loss = WorkerLost("rollout", [0], "no progress")
+    for _ in range(2):
+        now += 3700
+        losses.spend_retry(loss, group)
+    now += 3700
+    if stalled_s:
+        with pytest.raises(RetriesExhausted, match="after 2 retries"):
+            losses.spend_retry(loss, group)
+    else:
+        losses.spend_retry(loss, group)
+
+
+def test_a_limit_for_progress_that_was_long_enough_stays(tmp_path: Path) -> None:
+    losses = _Losses(RecoverConfig(mode="off", retries=9, retry_window_s=0.0), Journal(tmp_path))
+    group: Any = SimpleNamespace(name="rollout", stalled_s=0.001, started_late=False)
+    for _ in range(3):
+        losses.spend_retry(WorkerLost("rollout", [0], "no progress"), group)
+        time.sleep(0.01)
+    assert losses.stall_factor("rollout") == 2
 
 
 @pytest.mark.slow
