@@ -446,7 +446,8 @@ class RecoverHandler:
             self._folder.note_stop(step, stop)
             self._saver.settle()  # this very step, if its snapshot was taken before
             # torchrun kills the other ranks when one exits.
-            ranks.decide_slowly(self._folder.finish_copies)
+            left_s = self._triggers.stops.left_s()
+            ranks.decide_slowly(partial(self._folder.finish_copies, left_s))
             self.close()
             raise Preempted(stop)
         self._triggers.step_begins()

@@ -313,6 +313,16 @@ class StopRequests:
             f"is too near for another step of {step_s:.1f} s and then {saving}"
         )
 
+    def left_s(self) -> float | None:
+        """Seconds until the process will be ended, less ``SLACK_S``. None if that is not known."""
+        known = [self.deadline]
+        if self._requested is not None:
+            known.append(self._requested.by)
+        ends = [end for end in known if end is not None]
+        if not ends:
+            return None
+        return max(0.0, min(ends) - self._clock() - SLACK_S)
+
     def _ask_notices(self) -> None:
         now_s = time.monotonic()
         # A notice may ask a server.

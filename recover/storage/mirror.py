@@ -255,6 +255,11 @@ class Mirror:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no copy is running or waiting. Returns False after ``timeout_s``."""
+        steps = sorted(self.pinned())
+        if steps and timeout_s > 0:
+            logger.info(
+                "waiting up to %.0f s for the copy of step(s) %s to %s", timeout_s, steps, self.url
+            )
         with self._changed:
             return self._changed.wait_for(lambda: self._copying is None, timeout_s)
 
@@ -265,7 +270,7 @@ class Mirror:
         if not self.wait(timeout_s):
             steps = sorted(self.pinned())
             logger.warning(
-                "gave up after %.1f s on copying step(s) %s to %s", timeout_s, steps, self.url
+                "gave up copying step(s) %s to %s; the next start copies them", steps, self.url
             )
         self._remote.close()
 

@@ -54,6 +54,7 @@ class RunFolder:
         self._commit_lock = Lock()
         self._ended = False
         self._committed = False
+        self._copies_s = config.mirror_timeout_s  # to wait for copies at the end
 
     def open(self) -> None:
         """Take the lock (`JobRefusedError` after ``lock_timeout_s``) and connect to the mirror.
@@ -67,6 +68,7 @@ class RunFolder:
         is_connected = is_open and self.mirror is not None
         if url is not None and not is_connected:
             self.mirror = Mirror(url, self._config.mirror_max_to_keep)
+            self._copies_s = self._config.mirror_timeout_s
         self.journal.open()
 
     def note_start(
@@ -161,10 +163,16 @@ class RunFolder:
         copied = set() if self.mirror is None else self.mirror.pinned()
         self.generations.delete_by_retention(self._rules, copied)
 
-    def finish_copies(self) -> None:
-        """Wait for unfinished copies, up to ``mirror_timeout_s``."""
+    def finish_copies(self, left_s: float | None) -> None:
+        """Wait for unfinished copies before `close`, which will not wait again.
+
+        The wait ends after ``mirror_timeout_s``, and after ``left_s`` if that is not None.
+        """
+        if left_s is not None:
+            self._copies_s = min(self._copies_s, left_s)
         if self.mirror is not None:
-            self.mirror.wait(self._config.mirror_timeout_s)
+            self.mirror.wait(self._copies_s)
+        self._copies_s = 0.0
 
     def close(self, *, wait: bool) -> None:
         """Close the mirror, delete the generations that copies had kept, and release the lock.
@@ -181,6 +189,6 @@ class RunFolder:
             ends.callback(self._lock.release)
             ends.callback(self.journal.close)
             if self.mirror is not None:
-                self.mirror.close(self._config.mirror_timeout_s if wait else 0.0)
+                self.mirror.close(self._copies_s if wait else 0.0)
                 if self._committed:  # a run that failed to load deletes nothing
                     self.delete_old()

@@ -278,10 +278,7 @@ def test_an_error_that_ends_the_block_does_not_wait_for_copies(
         handler.load(tiny.state)
         handler.dump(tiny.state, step_info(0))
         raise ZeroDivisionError
-    assert (
-        time.monotonic() - started < 20
-        and "gave up after 0.0 s on copying step(s) [0]" in caplog.text
-    )
+    assert time.monotonic() - started < 20 and "gave up copying step(s) [0]" in caplog.text
 
 
 @pytest.mark.slow

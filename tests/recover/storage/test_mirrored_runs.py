@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,15 @@ import pytest
 
 from holdfast.recover import RecoverHandler
 from holdfast.recover.resuming.check import check_bytes
+from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    Preempted,
 )
 from holdfast.utils.remote import RemoteFolder
+from tests.limits import stretched
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(90)
@@ -380,3 +384,36 @@ def test_a_copy_that_arrives_bad_again_is_not_fetched_forever(
     assert len(hidden(tmp_path / "run")) == 2, (
         "the local one, and the one that was fetched in its place"
     )
+
+
+@pytest.mark.parametrize(
+    ("ends", "waits_s"), [({"must_save_by": "1s"}, 0), ({}, 2)], ids=["deadline", "signal"]
+)
+def test_a_stop_waits_for_a_copy_once_and_not_beyond_its_deadline(
+    ends: dict[str, str],
+    waits_s: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    released = threading.Event()
+    waited: list[float] = []
+    wait = Mirror.wait
+
+    def noted(mirror: Mirror, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return wait(mirror, timeout_s)
+
+    monkeypatch.setattr(Mirror, "_copy", lambda *_: released.wait(stretched(60)) or 0)
+    monkeypatch.setattr(Mirror, "wait", noted)
+    handler, tiny = _mirrored(tmp_path, mirror_timeout_s=2.0, **ends), Tiny()
+    handler.load(tiny.state)
+    if not ends:
+        os.kill(os.getpid(), signal.SIGTERM)
+    with caplog.at_level(logging.INFO), pytest.raises(Preempted):
+        handler.dump(tiny.state, step_info(0))
+    released.set()
+    assert waited == [waits_s, 0]
+    assert caplog.text.count("waiting up to 2 s for the copy of step(s) [0]") == bool(waits_s)
+    assert "gave up copying step(s) [0]" in caplog.text
+    assert names(tmp_path / "run") == ["global_step_0"]
