@@ -109,7 +109,9 @@ class RecoverConfig:
     the base.
     """
     hf_max_to_keep: int | None = None
-    """Number of newest exports to keep. None keeps all."""
+    """Number of newest exports to keep, and as many that a resumed run has rejected. None keeps
+    all.
+    """
     save_timeout_s: float = 1800.0
     """How long ranks wait for each other while they write in the background."""
     save_failures_allowed: int = 3
@@ -153,11 +155,15 @@ class RecoverConfig:
     mirror_max_to_keep: int | None = 2
     """Number of newest generations to keep at the mirror. None keeps all."""
     mirror_timeout_s: float = 600.0
-    """How long the end of a run waits for unfinished copies."""
+    """How long the end of a run waits for unfinished copies. If the process will be ended at a
+    known time (``must_save_by``, or a notice), the wait ends before.
+    """
     retries: int = 3
     """How often a job may be restarted after losing workers, within ``retry_window_s``."""
     retry_window_s: float = 3600.0
-    """Losses older than this do not count."""
+    """Losses older than this do not count. Time that passed because lost workers made no progress
+    is left out.
+    """
     node_wait_s: float = 600.0
     """How long to wait for resources that the Ray cluster lacks, for example after the loss of a
     node. The wait uses no retry. Afterwards the job ends, and the same command resumes it.

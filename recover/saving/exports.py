@@ -5,6 +5,7 @@ An export is written from the tensors of the snapshot of the same step, or from 
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -164,6 +165,17 @@ class Exports:
         for export in self._store.generations():
             if export.step > after:
                 self._store.quarantine(export, f"the run went back to before step {export.step}")
+
+        # Every kill may leave some. Those of the highest steps stay.
+        if self._keep is not None:
+            rejected = sorted(self._store.quarantined(), key=_rejected_step, reverse=True)
+            for path in rejected[self._keep :]:
+                remove_or_log(path)
+
+
+def _rejected_step(path: Path) -> int:
+    match = re.match(r"\.rejected-global_step_(\d+)", path.name)
+    return int(match[1]) if match else -1
 
 
 @dataclass(frozen=True)

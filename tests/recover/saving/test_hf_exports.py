@@ -501,3 +501,16 @@ def test_an_export_is_not_begun_in_a_group_that_its_snapshot_broke(tmp_path: Pat
             "process group"
         ) in told
     assert names(tmp_path) == [] and exports(tmp_path) == []
+
+
+def test_exports_that_resumes_reject_are_bounded_like_the_others(tmp_path: Path) -> None:
+    for _ in range(3):  # each life is killed after the export of step 2
+        trainer = Trainer(tmp_path)
+        with make(tmp_path, freq_steps=100, hf_max_to_keep=1) as handler:
+            handler.load(trainer.state)
+            for step in range(3):
+                trainer.step(step)
+                handler.dump(trainer.state, step_info(step), force=step == 0)
+    assert exports(tmp_path) == ["global_step_2"]
+    (kept,) = exports(tmp_path, hidden=True)
+    assert kept.startswith(".rejected-global_step_2-")
