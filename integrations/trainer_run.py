@@ -457,10 +457,13 @@ class TrainerRun:
             "num_iterations",
         )
         cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+        if args.n_gpu > 1:  # in nn.DataParallel
+            cut["n_gpu"] = args.n_gpu
         return cut | {"world_size": get_world_size() // self._ranks_with_same_samples}
 
     def _samples_of_a_step(self, cut: Mapping[str, int]) -> int:
         samples = cut["per_device_train_batch_size"] * cut["gradient_accumulation_steps"]
+        samples *= cut.get("n_gpu", 1)
         # A batch is otherwise one of all ranks.
         if not self._trainer.args.accelerator_config.split_batches:
             samples *= cut["world_size"]

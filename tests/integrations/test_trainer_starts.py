@@ -293,6 +293,18 @@ def test_another_batch_size_is_refused_for_a_stream(tmp_path: Path) -> None:
         make(tmp_path, rows=Stream(), per_device_train_batch_size=1).train()
 
 
+def test_another_number_of_gpus_in_one_process_is_refused_for_a_stream(tmp_path: Path) -> None:
+    """A batch of `nn.DataParallel` is one for all GPUs of the process."""
+    with pytest.raises(RuntimeError, match="stopped here"):
+        make(tmp_path, rows=Stream(), callbacks=[StopAt(3)]).train()
+    resumed = make(tmp_path, rows=Stream())
+    resumed.args._n_gpu = 2
+    with pytest.raises(
+        CheckpointMismatchError, match=r"here it has 4 .*'n_gpu': 2.*: samples would"
+    ):
+        resumed.train()
+
+
 def test_a_run_with_smaller_batches_takes_all_of_its_max_steps(tmp_path: Path) -> None:
     make(tmp_path, max_steps=12).train()  # 3 epochs of 4 steps, of 5
     smaller: dict[str, Any] = {

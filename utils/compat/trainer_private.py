@@ -3,7 +3,6 @@
 A callback is too late: at ``on_train_begin`` the place in the data is already fixed.
 """
 
-import dataclasses
 import json
 from typing import Any
 
@@ -158,7 +157,7 @@ def history_of(trainer: Any) -> dict[str, Any]:
     """Return the progress and logs of a Trainer as plain values, with the state as JSON like in its
     own checkpoints.
     """
-    state = dataclasses.asdict(trainer.state)
+    state = {name: getattr(trainer.state, name) for name in _HISTORY}
     # The loss since the last log is a tensor on the device. The loop changes it in place.
     counted = {name: trainer.__dict__[name] for name in _LOGS if name in trainer.__dict__}
     loss = counted.get("_tr_loss")
@@ -168,7 +167,7 @@ def history_of(trainer: Any) -> dict[str, Any]:
     for each in _exportable(trainer):
         callbacks.append([type(each).__name__, each.state()["attributes"]])
     return {
-        "state": json.dumps({name: state[name] for name in _HISTORY}),
+        "state": json.dumps(state),
         "callbacks": json.dumps(callbacks),
         "stops": trainer.control.should_training_stop,
         "flos": float(trainer.current_flos),
