@@ -67,7 +67,14 @@ from .training.microbatch import (
     unpack,
 )
 from .training.model import describe_parameters
-from .training.model_output import ModelOutput, model_output, nothing_of, own_output, through_model
+from .training.model_output import (
+    ModelOutput,
+    model_output,
+    nothing_of,
+    own_output,
+    scalar_loss,
+    through_model,
+)
 from .training.optimizer import build_scheduler, optimizer_for
 from .training.optimizer_step import clip_and_step
 from .training.packed_batch import MicroBatch
@@ -455,13 +462,7 @@ class FSDPEngine:
             return nothing_of(output), False
 
         output = self._output(mb)
-        loss = loss_fn(output, mb.data)
-        if not isinstance(loss, Tensor):
-            raise ConfigError(
-                f"the loss function returned {loss!r}, a {type(loss).__name__}; expected a tensor "
-                "with one value, from which gradients can be computed (do not call .item() on it)"
-            )
-        loss = loss * share
+        loss = scalar_loss(loss_fn(output, mb.data)) * share
         if torch.is_grad_enabled():
             return through_model(loss, output)
         return loss, False

@@ -352,6 +352,7 @@ class PPOActorConfig(TrainEngineConfig):
                 "the training step for the one before the update, but 'ppo_n_minibatches' is "
                 f"{self.ppo_n_minibatches}; set it to 1"
             )
+        _check_minibatches(self)
         if self.rejection_sampling is not None and not self.use_decoupled_loss:
             raise ConfigError(
                 "config key 'rejection_sampling' is set, but 'use_decoupled_loss' is False, so "
@@ -408,6 +409,17 @@ class PPOCriticConfig(TrainEngineConfig):
         require_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
         _check_scale_factor(self.loss_agg_mode, self.loss_scale_factor)
         require_at_least(self, ppo_n_minibatches=1, eps_clip=0.0)
+        _check_minibatches(self)
+
+
+def _check_minibatches(config: "PPOActorConfig | PPOCriticConfig") -> None:
+    granularity = config.mb_spec.granularity
+    if config.ppo_n_minibatches > 1 and granularity > 1:
+        raise ConfigError(
+            f"config keys 'ppo_n_minibatches' and 'mb_spec.granularity' are "
+            f"{config.ppo_n_minibatches} and {granularity}, but mini-batches are cut between any "
+            "two rows; set one of them to 1"
+        )
 
 
 def _check_scale_factor(mode: str, factor: float | None) -> None:

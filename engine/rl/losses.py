@@ -155,7 +155,7 @@ def by_sequence(
     n_sequences = len(cu_seqlens) - 1
     zeros = values.new_zeros(n_sequences)
     numbers = torch.arange(n_sequences, device=values.device)
-    sequence = expand_to_tokens(numbers, cu_seqlens)
+    sequence = expand_to_tokens(numbers, cu_seqlens, len(values))
     counts = zeros.index_add(0, sequence, mask.to(values.dtype))
 
     if agg == "max":

@@ -463,7 +463,7 @@ def unpack(
         if mb.is_dummy:
             continue
         # The place of each token in the batch.
-        rows = expand_to_tokens(mb.indices, mb.cu_seqlens).to(output.device)
+        rows = expand_to_tokens(mb.indices, mb.cu_seqlens, mb.n_tokens).to(output.device)
         positions = mb.position_ids.to(output.device)
         result[rows, positions] = output
     return result

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import tree_map
-from ...utils.errors import BatchError
+from ...utils.errors import BatchError, ConfigError
 from ..config import TrainEngineConfig
 from .attention import packed_row
 from .context_parallel import own_targets
@@ -98,7 +98,11 @@ class ModelOutput:
 
     def _run(self) -> Tensor:
         packed = self._config.pack_sequences
-        self._computed = own_output(self._model, self._mb, packed, self._sequence)
+        try:
+            self._computed = own_output(self._model, self._mb, packed, self._sequence)
+        except AttributeError as error:
+            # Python would take it for a missing property, and run the model again in __getattr__.
+            raise RuntimeError(f"the forward of the model failed: {error}") from error
         return self._computed
 
     def at(self, temperature: float) -> Scores:
@@ -200,6 +204,21 @@ for _name in (
     "__len__",
 ):
     setattr(ModelOutput, _name, _of_logits(_name))
+
+
+def scalar_loss(loss: object) -> Tensor:
+    """Return what a loss function returned as ``[]``. `ConfigError` if it is no single value."""
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss function returned {loss!r}, a {type(loss).__name__}; expected a tensor "
+            "with one value, from which gradients can be computed (do not call .item() on it)"
+        )
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"the loss function returned a tensor of shape {list(loss.shape)}; expected one value, "
+            "the mean over the loss tokens of the micro-batch say"
+        )
+    return loss.reshape(())
 
 
 def through_model(

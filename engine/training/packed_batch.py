@@ -346,7 +346,10 @@ def pack_rows(
     )
 
 
-def expand_to_tokens(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Repeat per-sequence ``values`` ``[n, ...]`` for each token: ``[T, ...]``."""
+def expand_to_tokens(values: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
+    """Repeat per-sequence ``values`` ``[n, ...]`` for each of the ``n_tokens`` tokens:
+    ``[n_tokens, ...]``.
+    """
     lengths = cu_seqlens.diff().to(values.device).long()
-    return torch.repeat_interleave(values, lengths, dim=0)
+    # Without the number of tokens, the host would wait for the device to sum the lengths.
+    return torch.repeat_interleave(values, lengths, dim=0, output_size=n_tokens)

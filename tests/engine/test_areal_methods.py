@@ -114,6 +114,14 @@ def test_a_loss_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
         ConfigError, match=r"the loss function returned 1\.5, a float; expected a tensor"
     ):
         engine.train_batch(batch, lambda *_: 1.5, loss_tokens)  # type: ignore[arg-type,return-value]
+    with pytest.raises(
+        ConfigError, match=r"returned a tensor of shape \[\d+\]; expected one value"
+    ):
+        engine.train_batch(batch, lambda output, mb: output.logprobs, loss_tokens)
+
+    # A shape that `backward` accepts.
+    stats = engine.train_batch(batch, lambda *given: nll(*given).reshape(1), loss_tokens)
+    assert stats["update_skipped"] == 0
     engine.destroy()
 
 

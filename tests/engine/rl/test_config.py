@@ -191,6 +191,10 @@ def test_a_bad_actor_value_is_an_error_that_names_the_key(override: str, message
             "are both True, but answers without a loss",
         ),
         (
+            ["mb_spec.granularity=2"],
+            "'ppo_n_minibatches' and 'mb_spec.granularity' are 4 and 2, .*; set one of them to 1",
+        ),
+        (
             ["max_new_tokens=10", "overlong_tokens=20"],
             "'overlong_tokens' is 20; expected a value from 1 to 10",
         ),

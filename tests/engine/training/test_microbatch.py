@@ -131,7 +131,7 @@ def test_micro_batch_restarts_positions_and_masks_the_first_token_of_each_sequen
     assert mb.data["input_ids"].tolist() == [1, 2, 3, 4, 7, 8]
     assert mb.data["loss_mask"].tolist() == [0, 1, 1, 0, 0, 1]
     assert mb.data["rewards"].tolist() == [0, 1, 2]
-    assert expand_to_tokens(mb.data["rewards"], mb.cu_seqlens).tolist() == [0, 0, 0, 1, 2, 2]
+    assert expand_to_tokens(mb.data["rewards"], mb.cu_seqlens, 6).tolist() == [0, 0, 0, 1, 2, 2]
 
 
 def test_micro_batch_takes_the_attention_mask_when_there_is_no_loss_mask() -> None:

@@ -261,3 +261,17 @@ def test_hooks_on_the_head_or_the_model_are_given_the_logits(engine: FSDPEngine)
         handle.remove()
         engine.forward_batch(batch)
     assert seen == [(1, 5, 15)] * 2
+
+
+def test_an_attribute_error_in_the_forward_is_raised_once(engine: FSDPEngine) -> None:
+    calls = []
+
+    def broken(*_: Any) -> None:
+        calls.append(1)
+        raise AttributeError("no such layer")
+
+    hook = engine.model.register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="the forward of the model failed: no such layer"):
+        engine.eval_batch(make_batch(), lambda output, mb: output.logprobs.sum(), loss_tokens)
+    hook.remove()
+    assert len(calls) == 1
