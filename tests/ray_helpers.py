@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def start_ray(num_cpus: int = 4, num_gpus: int = 2, **options: Any) -> None:
     Its files are in Ray's own short temporary folder.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
+    start = partial(
+        ray.init,
         address="local",
         num_cpus=num_cpus,
         num_gpus=num_gpus,
@@ -44,6 +46,14 @@ def start_ray(num_cpus: int = 4, num_gpus: int = 2, **options: Any) -> None:
         runtime_env=worker_environment(),
         **options,
     )
+    # Ray waits 30 s for its node, which a busy machine may exceed, and has no option for it.
+    for attempts_left in (3, 2, 1, 0):
+        try:
+            start()
+            return
+        except Exception as error:
+            if not attempts_left or "timed out during startup" not in str(error):
+                raise
 
 
 @pytest.fixture(scope="module")
