@@ -230,7 +230,7 @@ def test_a_prefix_cache_that_is_not_reset_keeps_the_server_paused(tmp_path: Path
 
 def test_unreachable_and_slow_servers_are_distinguished(fake: FakeServer, tmp_path: Path) -> None:
     folder = publish_hashed(tmp_path / "w", 1)
-    hasty = VLLMServer(fake.url, timeout_s=stretched(0.5))
+    hasty = VLLMServer(fake.url, timeout_s=stretched(3))
     fake.tell(slow={"/collective_rpc": 60.0})
     with pytest.raises(
         SlowServerError, match=r"version 1 from .*/v00000001: POST /collective_rpc was not answered"
