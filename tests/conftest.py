@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.limits import TIMEOUT_FACTOR, stretched
+from tests.limits import stretched
 from tests.tiers import part_of
 
 SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
@@ -65,10 +65,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-def pytest_report_header() -> str:
-    return f"time limits: {TIMEOUT_FACTOR} times those of an idle, fast machine"
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, if there are any, from all tests but those for GPUs. The others compare with
     values of the CPU.
@@ -81,23 +77,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the choice of a tier
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Stretch the time limits of all tests. Files with the longest limits come first, so that none
-    is left for last. Then choose a part, if one is asked for.
+    """Put files with the longest time limits first, so that none is left for last. Then choose a
+    part, if one is asked for.
     """
-    of_all = config.getoption("timeout")
-    of_all = float(config.getini("timeout") if of_all is None else of_all)
     longest = defaultdict[Path, float](float)
     for item in items:
-        own = item.get_closest_marker("timeout")
-        limit_s = of_all if own is None else own.args[0]
-        item.add_marker(pytest.mark.timeout(stretched(limit_s)), append=False)
-        longest[item.path] = max(longest[item.path], limit_s)
+        longest[item.path] = max(longest[item.path], _limit_s(item))
     items.sort(key=lambda item: -longest[item.path])
     part = config.getoption("part")
     if part:
         chosen = part_of(items, part)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout reads the limit
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Stretch the time limit of a test when it begins: the machine may have become busy."""
+    item.add_marker(pytest.mark.timeout(stretched(_limit_s(item))), append=False)
+    return (yield)
+
+
+def _limit_s(item: pytest.Item) -> float:
+    own = item.get_closest_marker("timeout")
+    if own is not None:
+        return float(own.args[0])
+    of_all = item.config.getoption("timeout")
+    return float(item.config.getini("timeout") if of_all is None else of_all)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Time limits of tests: generous, and more so on a slow or busy machine.
+"""Time limits of tests: generous, and more so on a busy machine.
 
 Only limits after which a test gives up are stretched, never timeouts that are under test.
 """
@@ -6,44 +6,31 @@ Only limits after which a test gives up are stretched, never timeouts that are u
 import os
 import time
 from collections.abc import Callable
-from statistics import median
 
-VARIABLE = "HOLDFAST_TEST_TIMEOUT_FACTOR"
-ADDITIONS = 400_000
-ADDITIONS_S = 0.02
-"""Seconds that ``ADDITIONS`` take on an idle machine with which the limits were chosen."""
-LARGEST = 10.0
-
-
-def slowness() -> float:
-    """How many times longer than there a little work takes here and now, 1 to ``LARGEST``."""
-    took = []
-    for _ in range(25):
-        began = time.perf_counter()
-        total = 0
-        for number in range(ADDITIONS):
-            total += number
-        took.append(time.perf_counter() - began)
-    return min(max(1.0, median(took) / ADDITIONS_S), LARGEST)
-
-
-if VARIABLE not in os.environ:  # for all processes that this one starts, too
-    os.environ[VARIABLE] = f"{slowness():.1f}"
-TIMEOUT_FACTOR = float(os.environ[VARIABLE])
-"""Factor for all limits."""
+TIMEOUT_FACTOR = float(os.environ.get("HOLDFAST_TEST_TIMEOUT_FACTOR", "1"))
+"""Factor for all limits, for a slow machine."""
+MOST_CROWDED = 10.0
 
 if not 0 < TIMEOUT_FACTOR < float("inf"):
-    raise ValueError(f"{VARIABLE} is {TIMEOUT_FACTOR}; expected a positive number, 3 say")
+    raise ValueError(
+        f"HOLDFAST_TEST_TIMEOUT_FACTOR is {TIMEOUT_FACTOR}; expected a positive number, 3 say"
+    )
+
+
+def crowding() -> float:
+    """Number of processes that want each core, over the last minute: 1 to ``MOST_CROWDED``."""
+    wanted = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return min(max(1.0, wanted), MOST_CROWDED)
 
 
 def stretched(limit_s: float) -> float:
-    """Convert a limit for an idle machine to a limit for this one."""
-    return limit_s * TIMEOUT_FACTOR
+    """Convert a limit for an idle machine to a limit for this one, now."""
+    return limit_s * TIMEOUT_FACTOR * crowding()
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
     """Return as soon as ``condition`` holds."""
-    end = time.monotonic() + stretched(limit_s)
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, "it did not come to that"
+        assert time.monotonic() - began < stretched(limit_s), "it did not come to that"
         time.sleep(0.005)

@@ -244,14 +244,13 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_by_the_prober_soon(
     """The call would last the whole limit of an update and block the prober's thread."""
     folder = write_published(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path) as fake:
-        server = VLLMServer(fake.url, timeout_s=stretched(300), status_timeout_s=stretched(0.5))
+        limit_s = stretched(0.5)
+        server = VLLMServer(fake.url, timeout_s=stretched(300), status_timeout_s=limit_s)
         with closing(ServerFleet([server], probe_interval_s=0.1)) as fleet:
             fleet.update(folder, 1, LIMIT_S)
             fake.stop()
             wait_until(lambda: fleet.states()[0].state is GONE)
-            expected = (
-                rf"GET /weight_info was not answered, all together within {stretched(0.5):g} s"
-            )
+            expected = rf"GET /weight_info was not answered, all together within {limit_s:g} s"
             assert re.search(expected, fleet.states()[0].error or "")
             fake.restart()
             wait_until(lambda: fleet.states()[0].state is SERVING)

@@ -575,10 +575,11 @@ def test_a_fleet_names_the_servers_that_do_not_sleep_or_wake_up(
         fleet.update(folder, 1, LIMIT_S, min_servers=2)
         assert states(fleet) == ["serving", "serving"], "the update woke it up"
         fakes[0].stop()
+        limit_s = stretched(3.0)
         with pytest.raises(
-            ServerError, match=rf"{urls[0]} is gone: it did not sleep within {stretched(3.0):g} s"
+            ServerError, match=rf"{urls[0]} is gone: it did not sleep within {limit_s:g} s"
         ):
-            fleet.sleep(stretched(3.0))
+            fleet.sleep(limit_s)
         assert states(fleet) == ["gone", "asleep"]
         fakes[0].wake()
         fleet.sleep(LIMIT_S)
