@@ -194,8 +194,7 @@ if __name__ == "__main__":
     given = OmegaConf.from_cli(sys.argv[1:])
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
     config.fileroot = os.path.abspath(config.fileroot)
-    if config.batch_size % config.ranks:
-        sys.exit(f"batch_size is {config.batch_size}; expected a multiple of ranks={config.ranks}")
+    assert config.batch_size % config.ranks == 0, "batch_size must be a multiple of ranks"
     recover = RecoverConfig(fileroot=config.fileroot)
     ray.init()
 
