@@ -117,7 +117,7 @@ def send(servers: Any) -> Any:
 
     async def run() -> Any:
         config = RolloutConfig(server_wait_s=10 * PATIENCE_S)
-        episode: Any = SimpleNamespace(server=None, failed=None, check=lambda answer: None)
+        episode: Any = SimpleNamespace(server=None, failed=None, check=lambda *_: None)
         return await RequestSender(servers, config).send(ModelRequest([1]), episode)
 
     return asyncio.run(run())
