@@ -14,10 +14,11 @@ import ray
 import torch
 import torch.distributed as dist
 
-from holdfast.engine.workers.group import RemoteServer
+from holdfast.engine.workers.group import RemoteServer, WorkerGroup
 from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import PeerError
 from holdfast.utils.heartbeat import beat
+from tests.limits import stretched
 
 ROOT = str(Path(__file__).parents[1])
 SMALLEST_STORE_BYTES = 78643200
@@ -46,6 +47,11 @@ def start_ray(num_cpus: int = 4, num_gpus: int = 2, **options: Any) -> None:
         runtime_env=worker_environment(),
         **options,
     )
+    # Workers import torch at their start, which takes minutes on a busy machine.
+    defaults = WorkerGroup.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["start_timeout_s"] = stretched(120)
+
     # Ray waits 30 s for its node, which a busy machine may exceed, and has no option for it.
     for attempts_left in (3, 2, 1, 0):
         try:

@@ -267,7 +267,8 @@ def test_an_error_that_ends_the_block_does_not_wait_for_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
-        "holdfast.recover.storage.mirror.Mirror._copy", lambda self, generation: time.sleep(30) or 0
+        "holdfast.recover.storage.mirror.Mirror._copy",
+        lambda self, generation: time.sleep(300) or 0,
     )
     handler, started = (
         make_handler(tmp_path, freq_steps=1, mirror_url=f"file://{tmp_path}/mirror"),
@@ -278,7 +279,9 @@ def test_an_error_that_ends_the_block_does_not_wait_for_copies(
         handler.load(tiny.state)
         handler.dump(tiny.state, step_info(0))
         raise ZeroDivisionError
-    assert time.monotonic() - started < 20 and "gave up copying step(s) [0]" in caplog.text
+    assert (
+        time.monotonic() - started < stretched(20) and "gave up copying step(s) [0]" in caplog.text
+    )
 
 
 @pytest.mark.slow

@@ -433,7 +433,7 @@ def test_nobody_waits_for_a_sync_that_hangs_but_sync_itself(
             log.append(payload)
         ids = [log.rotate() for _ in range(3)]
         last = log.append(b"last")
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < stretched(1.0)
         assert log.id == ids[-1] and log.lag_s > 0
         with pytest.raises(CheckpointWriteError, match="hangs"):
             log.sync(place, 0.05)

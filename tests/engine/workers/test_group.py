@@ -76,7 +76,7 @@ def assert_lost(
     """
     with pytest.raises(WorkerLost, match=cause) as caught:
         call()
-    assert time.monotonic() - moment[0] < 2
+    assert time.monotonic() - moment[0] < stretched(2)
     assert (caught.value.group, caught.value.ranks) == (group.name, ranks)
     assert not any(running(pid) for pid in group.pids())
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -84,7 +84,7 @@ def assert_lost(
     start = time.monotonic()
     with pytest.raises(WorkerLost):
         group.call_all("add")
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < stretched(0.1)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Place
     start = time.monotonic()
     group.shutdown(timeout_s=0.5)
     group.shutdown()
-    assert 0.5 < time.monotonic() - start < 2
+    assert 0.5 < time.monotonic() - start < stretched(2)
     assert not any(running(pid) for pid in group.pids())
     with pytest.raises(HoldfastError):
         group.call_all("add")
@@ -190,7 +190,7 @@ def test_a_user_error_ends_the_ranks_that_wait_for_it(pair: WorkerGroup) -> None
     start = time.monotonic()
     with pytest.raises(UserBugError, match="seven"):
         pair.call_all("fail", 0, others_reduce=True)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < stretched(2)
     assert not any(running(pid) for pid in pair.pids())
     with pytest.raises(WorkerLost, match="waited for rank 0, which failed"):
         pair.call_all("add")
@@ -217,7 +217,7 @@ def test_without_a_deadline_a_stopped_rank_is_lost_a_slow_one_not(placement: Pla
         WorkerLost, match=r"no answer to a ping within 1.5 s during idle\(\)"
     ) as caught:
         group.call_all("idle")
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < stretched(6)
     assert caught.value.ranks == [1]
     assert not any(running(pid) for pid in group.pids())
 
@@ -326,7 +326,7 @@ def test_ctrl_c_while_waiting_reaches_the_caller() -> None:
         group.call_all("idle")
     start = time.monotonic()
     group.shutdown()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < stretched(1)
     assert not any(running(pid) for pid in group.pids())
 
 
@@ -377,7 +377,7 @@ def test_a_remote_server_answers_raises_or_dies_as_its_groups_loss(pair: WorkerG
     start = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         pair.call_all("publish", server, "weights/v9", 9)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < stretched(2)
     assert (caught.value.group, caught.value.ranks) == ("rollout", [0])
     assert not any(running(pid) for pid in pair.pids())
     rollout.shutdown()

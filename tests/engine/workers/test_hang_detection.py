@@ -16,6 +16,7 @@ from holdfast.engine.workers.placement import Placement, PlacementRequest, Worke
 from holdfast.utils.distributed import collective_broke
 from holdfast.utils.errors import PeerError, WorkerLost
 from holdfast.utils.heartbeat import beat, seconds_since_beat
+from tests.limits import stretched
 from tests.ray_helpers import Server, UserBugError, Worker, local_ray, running
 
 __all__ = ["local_ray"]
@@ -64,7 +65,7 @@ def assert_lost(
     begun = time.monotonic()
     with pytest.raises(WorkerLost, match=symptom) as caught:
         group.call_all(method, *args)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < stretched(20)
     assert (caught.value.group, caught.value.ranks) == ("watched", ranks)
     assert not any(running(pid) for pid in group.pids())
     with pytest.raises(WorkerLost):
@@ -175,10 +176,10 @@ def test_a_rank_that_neither_computes_nor_beats_is_lost_unawaited_too(start: Sta
 
 def test_a_beat_starts_the_clock_anew() -> None:
     beat()
-    time.sleep(0.05)
-    assert 0.05 <= seconds_since_beat() < 1
+    time.sleep(0.3)
+    assert 0.3 <= seconds_since_beat() < stretched(1)
     beat()
-    assert seconds_since_beat() < 0.05
+    assert seconds_since_beat() < 0.3
 
 
 def test_errors_of_a_broken_collective_are_told_from_bugs() -> None:

