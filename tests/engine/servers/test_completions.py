@@ -156,13 +156,15 @@ def test_a_completion_that_stopped_at_something_else_is_refused(
 def test_versions_are_exact_across_an_update_in_flight(
     server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
 ) -> None:
+    # Before the requests, which must not end first.
+    folders = {version: publish_hashed(tmp_path / "w", version) for version in (2, 3)}
+
     async def update_meanwhile() -> list[ModelResponse]:
         flying = [
-            asyncio.create_task(server.agenerate(request(n, max_new_tokens=300))) for n in range(6)
+            asyncio.create_task(server.agenerate(request(n, max_new_tokens=1000))) for n in range(6)
         ]
-        for version in (2, 3):
+        for version, folder in folders.items():
             await generated(fake, 100 * version)
-            folder = publish_hashed(tmp_path / "w", version)
             await asyncio.to_thread(server.update_weights_from_disk, folder, version)
         return await asyncio.gather(*flying)
 
