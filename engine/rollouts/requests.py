@@ -162,7 +162,6 @@ class RequestSender:
         """The server of the episode, else the one with the fewest requests. Avoids the one that
         failed last.
         """
-        await self.open.wait()
         limit_s = self._config.server_wait_s
         absent_since = time.monotonic()
         given_up_s = absent_since + limit_s

@@ -191,7 +191,7 @@ class Connections:
         """POST ``body``, or GET if it is None, and return the JSON object of the answer.
 
         Raises:
-            NoServerError: no connection.
+            NoServerError: no connection, or none is made any more after a `drain`.
             CutOffError: `drain` cut the request off.
             UnreachableServerError: the connection broke, and the retries failed too.
             SlowServerError: no answer within ``limit_s``.
@@ -217,8 +217,7 @@ class Connections:
             async with limit:
                 self._in_flight[limit] = asyncio.get_running_loop()
                 if self._given_up:
-                    del self._in_flight[limit]
-                    raise TimeoutError
+                    raise NoServerError(f"{what} was not sent: the server was removed")
                 answer = await trying(send)
         except TimeoutError as failure:
             if limit not in self._in_flight:

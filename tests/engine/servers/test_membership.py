@@ -223,6 +223,21 @@ def test_a_request_that_a_removal_cut_off_is_not_called_slow_if_the_server_is_ad
         asyncio.run(ask_and_cut_off(client))
 
 
+def test_a_removed_server_that_is_still_asked_is_given_up_like_one_that_is_down(
+    tmp_path: Path,
+) -> None:
+    with FakeServer("vllm", tmp_path) as server:
+        client = VLLMServer(server.url)
+        client.connections.open("fleet")
+        client.connections.drain("fleet", 0.0)
+        with make_executor([client], server_wait_s=0.3) as executor:
+            executor.set_version(0)
+            with pytest.raises(
+                RolloutError, match=r"for 0\.3 s: .* not sent: the server was removed"
+            ):
+                executor.next_batch(0)
+
+
 def test_more_confirmations_than_servers_are_refused_after_a_removal(
     published: Callable[[int], Path],
 ) -> None:
