@@ -68,7 +68,6 @@ class RunFolder:
         is_connected = is_open and self.mirror is not None
         if url is not None and not is_connected:
             self.mirror = Mirror(url, self._config.mirror_max_to_keep)
-            self._copies_s = self._config.mirror_timeout_s
         self.journal.open()
 
     def note_start(
