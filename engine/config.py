@@ -49,13 +49,15 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, on every parameter (as AReaL and verl do)."""
+    """Weight decay, on every parameter (as AReaL and verl do). Decoupled, except for ``sgd``, which
+    adds it to the gradient as torch does.
+    """
     beta1: float = 0.9
     """AdamW's first-moment decay."""
     beta2: float = 0.999
     """AdamW's second-moment decay."""
     eps: float = 1e-8
-    """AdamW's epsilon."""
+    """AdamW's epsilon. Not 0, because a number without a gradient would become 0 / 0."""
     momentum: float | None = None
     """Momentum of SGD and Muon. Null: 0 for ``sgd``, 0.95 for ``muon``."""
     lr_scheduler_type: str = "constant"
@@ -95,7 +97,7 @@ class OptimizerConfig:
             "optimizer.",
             lr=0.0,
             weight_decay=0.0,
-            eps=0.0,
+            eps=1e-30,
             warmup_steps=0,
             gradient_clipping=1e-12,
         )

@@ -94,7 +94,9 @@ def normalise(
             # A single value has no deviation.
             std = torch.where(units.count > 1, std, 1.0)
         std = std[:, None].expand_as(units.rows)
-        result = result / (std.reshape(x.shape) + norm.eps)
+        scale = std.reshape(x.shape) + norm.eps
+        # With eps 0 equal values have scale 0, and their results are 0 already.
+        result = torch.where(scale > 0, result / scale, 0.0)
 
     result = torch.where(mask, result, 0.0)
     return result.float()

@@ -120,9 +120,9 @@ class PPOActorConfig(TrainEngineConfig):
     adv_norm: NormConfig | None = None
     """Normalisation of advantages over loss tokens."""
     discount: float = 1.0
-    """GAE's gamma. Used only when the batch has ``values``."""
+    """GAE's gamma. Used when the batch has ``values``, and for the penalties of ``kl_ctl``."""
     gae_lambda: float = 1.0
-    """GAE's lambda. Used only when the batch has ``values``."""
+    """GAE's lambda. Used like ``discount``."""
     bootstrap_truncated: bool = False
     """GAE of truncated answers (``truncated`` in the batch) continues with the value after their
     last token (``last_values``) instead of 0.

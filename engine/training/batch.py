@@ -219,7 +219,13 @@ def validate_batch(batch: Batch) -> None:
             - A row of the mask has no token, or is not ones followed by zeros.
             - Another entry is not a tensor, or is neither ``[B, S, ...]`` nor ``[B]``.
             - `IMAGES` is not a list with a dict of tensors for each row.
+            - It is a list of trajectories.
     """
+    if not isinstance(batch, dict):
+        raise BatchError(
+            f"the batch is a {type(batch).__name__}; expected a dict of tensors. Make one of a list "
+            "of trajectories with holdfast.engine.rollouts.concat_trajectories"
+        )
     for key in ("input_ids", "attention_mask"):
         if key not in batch:
             raise BatchError(f"the batch has no {key!r}; it has {sorted(batch)}")

@@ -162,6 +162,16 @@ def test_a_single_value_that_loses_no_mean_of_its_own_is_not_scaled() -> None:
     )
 
 
+@pytest.mark.parametrize("mean_level", [None, "group", "batch"])
+@pytest.mark.parametrize("std_level", ["group", "batch"])
+def test_equal_rewards_without_an_eps_have_no_advantage(
+    std_level: str, mean_level: str | None
+) -> None:
+    norm = NormConfig(mean_level, std_level=std_level, eps=0.0, group_size=2)
+    reward = 0.0 if mean_level is None else 0.7
+    assert normalise(torch.full((4,), reward), norm).tolist() == [0, 0, 0, 0]
+
+
 def test_a_batch_that_is_not_whole_groups_is_refused() -> None:
     with pytest.raises(BatchError, match="5 sequences are not whole groups of 2"):
         grpo_advantages(torch.zeros(5), torch.ones(5, 1), grpo_norm(2))

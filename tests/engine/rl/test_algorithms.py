@@ -393,3 +393,4 @@ def test_missing_entries_of_a_batch_are_named(model_path: str) -> None:
     assert seen["remax"].startswith("the batch has no finite 'reward_baselines' of shape [batch]")
     assert seen["truncated"].startswith("the batch has no 'truncated' of shape [batch]")
     assert seen["all truncated"].startswith("the batch has no loss token on any rank")
+    assert "mask_truncated_completions" in seen["all truncated"]

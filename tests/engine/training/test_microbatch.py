@@ -290,6 +290,7 @@ def changed(**changes: object) -> Batch:
         (changed(rewards=torch.zeros(3)), r"'rewards'\] has shape \[3\]"),
         (changed(rewards=torch.tensor(1.0)), "'rewards'"),
         (changed(rewards=[1.0, 2.0]), "is a list"),
+        ([make_batch([2]), make_batch([3])], "the batch is a list; expected a dict of tensors"),
     ],
 )
 def test_validate_batch_names_what_is_wrong(batch: Batch, message: str) -> None:

@@ -75,6 +75,12 @@ def test_warmup_steps_win_over_their_proportion() -> None:
         OptimizerConfig(warmup_steps=-1)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-50])
+def test_an_eps_that_lets_a_number_without_a_gradient_become_nan_is_refused(eps: float) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.eps' is .*; expected a value from 1e-30"):
+        OptimizerConfig(eps=eps)
+
+
 def test_the_optimizers_have_the_numbers_of_the_config() -> None:
     params = [nn.Parameter(torch.zeros(2))]
     adam = build_optimizer(
