@@ -50,6 +50,7 @@ class RecoverHandler:
         with handler:
             for batch in loader:
                 engine.train_batch(batch, loss_fn, loss_weight_fn)
+                engine.step_lr_scheduler()
                 handler.dump(engine, step_info, dataloader=loader)
                 step_info = step_info.next()
 

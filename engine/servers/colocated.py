@@ -34,7 +34,7 @@ class Colocated:
 
             with colocated(engine, fleet).rollout():
                 batch = rollouts.next_batch(step)
-            actor.train_batch(batch)
+            actor.ppo_update(actor.compute_advantages(batch))
 
         The engine is offloaded, the servers wake up their weights, load those of the engine, and
         wake up their KV caches. At the end, also after an error, the servers sleep and the engine
