@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,3 +178,10 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def unique_name(tmp_path: Path) -> str:
+    """Name in a store that no other test has, nor the same test in another run at the same time.
+    Exports to one URL have one staging folder in /tmp.
+    """
+    return "-".join(tmp_path.parts[-3:])

@@ -27,7 +27,7 @@ from holdfast.utils.files import remove_folder
 from holdfast.utils.json_lines import read_lines
 from holdfast.utils.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, unique_name
 from tests.recover.runs import Diary, Job, Tiny, make_handler, make_loader, step_info, stream
 
 pytestmark = pytest.mark.timeout(120)
@@ -208,7 +208,7 @@ def test_files_of_a_trial_are_those_in_the_tables(trial: Path) -> None:
 def test_every_file_of_an_export_to_a_url_is_in_the_table(tmp_path: Path) -> None:
     model, found = write_model_folder(tmp_path / "model", tiny_qwen3()), []
     for name, options in {"one": {}, "several": {"max_shard_size_bytes": 8000}}.items():
-        save_hf(model, url := f"memory://{tmp_path.name}/{name}", **options)
+        save_hf(model, url := f"memory://{unique_name(tmp_path)}/{name}", **options)
         fs, root = fsspec.core.url_to_fs(url)
         found += [path.removeprefix(f"{root}/") for path in fs.find(root)]
     title = "Hugging Face exports at a URL"

@@ -40,7 +40,7 @@ from tests.engine.hf_models import sharded, tiny_model
 from tests.engine.models import tiny_qwen3
 from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.engine.shelf import shelf_url
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, unique_name
 from tests.recover.mirrors import BUCKET, S3Server, listing, storage
 
 SPLIT: dict[str, Any] = {"max_shard_size_bytes": 8000}
@@ -68,7 +68,7 @@ def server(module_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server
 
 @pytest.fixture
 def s3_url(server: S3Server, tmp_path: Path) -> str:
-    return f"s3://{BUCKET}/{tmp_path.name}"
+    return f"s3://{BUCKET}/{unique_name(tmp_path)}"
 
 
 def medium_model(tied: bool) -> PreTrainedModel:
@@ -104,7 +104,7 @@ def test_an_export_to_s3_has_the_bytes_of_one_to_a_folder(
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "LICENSE").write_text("as you like")
     run_ranks(_to_s3, 2, server.environment, tmp_path, s3_url)
-    puts = [put.removeprefix(f"{tmp_path.name}/") for put in server.keys_put()]
+    puts = [put.removeprefix(f"{unique_name(tmp_path)}/") for put in server.keys_put()]
     for variant in ("split", "bf16"):
         found = stored(f"{s3_url}/{variant}")
         assert found == contents(tmp_path / variant) and found["LICENSE"] == b"as you like"
@@ -174,10 +174,10 @@ def test_shards_of_every_kind_and_gathered_tensors_come_out_the_same(
 def test_an_export_needs_no_torch_distributed_and_file_urls_are_folders(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
     save_hf(model, tmp_path / "out", **SPLIT)
-    save_hf(model, f"memory://{tmp_path.name}/out", **SPLIT)
+    save_hf(model, f"memory://{unique_name(tmp_path)}/out", **SPLIT)
     save_hf(model, f"file://{tmp_path}/by_url", **SPLIT)
     assert (
-        stored(f"memory://{tmp_path.name}/out")
+        stored(f"memory://{unique_name(tmp_path)}/out")
         == contents(tmp_path / "out")
         == contents(tmp_path / "by_url")
     )
@@ -225,7 +225,7 @@ def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -
 
 
 def test_files_of_no_export_are_neither_removed_nor_overwritten(tmp_path: Path) -> None:
-    url = f"memory://{tmp_path.name}/out"
+    url = f"memory://{unique_name(tmp_path)}/out"
     fs, root = storage(url)
     fs.pipe_file(f"{root}/model-00001-of-00001.safetensors", b"mine")
     with pytest.raises(
@@ -375,7 +375,7 @@ def test_parts_of_a_large_file_that_the_store_refused_are_given_up(
 def test_an_export_without_room_to_stage_it_is_refused_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, usage = f"memory://{tmp_path.name}/out", os.statvfs(tmp_path)
+    url, usage = f"memory://{unique_name(tmp_path)}/out", os.statvfs(tmp_path)
     full = os.statvfs_result((*usage[:4], 1, *usage[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     message = (
@@ -415,7 +415,7 @@ def test_ranks_that_share_no_staging_folder_say_so(tmp_path: Path) -> None:
 def test_lost_or_truncated_files_are_found_before_the_export_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"memory://{tmp_path.name}/out"
+    url = f"memory://{unique_name(tmp_path)}/out"
 
     put = RemoteFolder.put_file
 
