@@ -228,6 +228,12 @@ def _refuse(trainer: Any) -> None:
             "with dispatch_batches accelerate skips too few batches of the epoch at a resume; "
             "leave it None, or set split_batches too"
         )
+    elif args.dataloader_num_workers > 1 and not args.dataloader_in_order:
+        reason = (
+            "with dataloader_in_order=False batches come in the order in which the "
+            f"{args.dataloader_num_workers} workers finish, which no state holds; leave it "
+            "True, or set dataloader_num_workers to 1"
+        )
     elif args.auto_find_batch_size:
         reason = (
             "auto_find_batch_size changes the batches while the run goes on; set "

@@ -215,6 +215,10 @@ def test_state_that_vllm_does_not_restore_is_reported(tmp_path: Path) -> None:
     [
         ({"ignore_data_skip": True}, "samples would be trained on twice"),
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
+        (
+            {"dataloader_in_order": False, "dataloader_num_workers": 2},
+            "the order in which the 2 workers finish",
+        ),
     ],
 )
 def test_trainers_that_cannot_be_resumed_exactly_are_refused_with_the_reason(
