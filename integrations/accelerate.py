@@ -93,8 +93,8 @@ class RecoverableLoader:
             )
         if not self._notes.can_skip:
             logger.warning(
-                "the loader has no sampler: a resumed run reads the epoch from its beginning to "
-                "its place"
+                "the batches of a stream, or of dispatch_batches, cannot be skipped: a resumed run "
+                "reads the epoch from its beginning to its place"
             )
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class RecoverableLoader:
                 notes.restore_sources(restored["notes"])
             notes.begin_epoch()
 
-        # A stream cannot skip batches, so they are read and dropped.
+        # Batches that cannot be skipped are read and dropped.
         self._batches = iter(self.loader)
         if not notes.can_skip:
             for _ in range(given):

@@ -61,8 +61,8 @@ class LoaderNotes:
     Its batch sampler reports every batch before it is fetched (see `replace_iter`).
 
     Attributes:
-        can_skip: whether batches can be skipped without reading them, which a stream does not
-            allow.
+        can_skip: whether batches can be skipped without reading them. Batches of a stream, and
+            batches that accelerate dispatches, cannot.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -81,7 +81,10 @@ class LoaderNotes:
         while isinstance(dataset, IterableDataset):
             self._sources.append(dataset)
             dataset = getattr(dataset, "dataset", None)
-        self.can_skip = source is not None and not is_stream
+        # A dispatcher completes the last batch of the epoch with samples of the first one that it
+        # reads.
+        is_dispatched = getattr(loader, "split_batches", None) is not None
+        self.can_skip = source is not None and not is_stream and not is_dispatched
 
         # Workers are asked ahead, and draw elsewhere.
         self._persistent = bool(getattr(loader, "persistent_workers", False))

@@ -126,6 +126,11 @@ WAYS = [
     pytest.param(
         {"dispatch_batches": True, "rows": 38, "drop_last": True}, id="dispatch, drop_last"
     ),
+    pytest.param({"dispatch_batches": True, "rows": 37}, id="dispatch, an uneven end"),
+    pytest.param(
+        {"dispatch_batches": True, "split_batches": True, "rows": 39},
+        id="dispatch and split, an uneven end",
+    ),
     pytest.param({"even_batches": False, "rows": 40}, id="even_batches=False"),
     pytest.param({"rows": 38}, id="an uneven end"),
     pytest.param({"stream": 1}, id="a stream, dispatched"),

@@ -99,6 +99,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "prepared": prepared,
     "prepared, seedable": lambda: prepared(use_seedable_sampler=True, data_seed=5),
     "prepared, seeded by the process": lambda: prepared(use_seedable_sampler=True),
+    "prepared, dispatched": lambda: prepared(dispatch_batches=True),
     "plain": lambda: plain(shuffle=True),
     "plain, in order": plain,
     "a generator of the loader": lambda: plain(shuffle=True, generator=own_generator()),
@@ -589,4 +590,4 @@ def test_positions_that_cannot_be_noted_are_reported(caplog: pytest.LogCaptureFi
     recoverable(plain(num_workers=1))
     recoverable(DataLoader(Stream()))
     assert "in the 1 worker processes of the loader cannot be restored" in caplog.text
-    assert "no sampler: a resumed run reads the epoch from its beginning" in caplog.text
+    assert "of a stream, or of dispatch_batches, cannot be skipped" in caplog.text
