@@ -206,8 +206,10 @@ def _refuse(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     sizes = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
 
-    # Dispatching: rank 0 reads the batches of all ranks.
-    is_dispatched = config.dispatch_batches and not config.split_batches and get_world_size() > 1
+    # Dispatching: rank 0 reads the batches of all ranks, and accelerate skips batches of a dataset
+    # with a length without reading them.
+    has_length = hasattr(trainer.train_dataset, "__len__")
+    is_dispatched = config.dispatch_batches and has_length and get_world_size() > 1
     reason = None
     if trainer.is_deepspeed_enabled:
         reason = "DeepSpeed keeps weights and optimizer in a form of its own; use DDP or FSDP2"
@@ -223,10 +225,16 @@ def _refuse(trainer: Any) -> None:
             "ignore_data_skip begins the epoch anew at a resume: samples would be trained on "
             "twice; leave it False"
         )
-    elif is_dispatched and hasattr(trainer.train_dataset, "__len__"):
+    elif is_dispatched and not config.split_batches:
         reason = (
             "with dispatch_batches accelerate skips too few batches of the epoch at a resume; "
-            "leave it None, or set split_batches too"
+            "leave it None, or set split_batches and dataloader_drop_last too"
+        )
+    elif is_dispatched and not args.dataloader_drop_last:
+        reason = (
+            "with dispatch_batches accelerate completes the last batch of the epoch with samples "
+            "of the first one that it reads, which is another one after a resume; leave it None, "
+            "or set dataloader_drop_last"
         )
     elif args.dataloader_num_workers > 1 and not args.dataloader_in_order:
         reason = (

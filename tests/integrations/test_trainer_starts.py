@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from examples.integrations.tiny import digest, sums, tiny_model, tiny_tokenizer
 from holdfast.engine.api import FinetuneSpec, StepInfo
+from holdfast.integrations import transformers as integration
 from holdfast.integrations.transformers import gaps, recoverable
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import snapshot as snapshot_saving
@@ -226,6 +227,30 @@ def test_trainers_that_cannot_be_resumed_exactly_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=f"cannot be resumed exactly: .*{message}"):
         make(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "skips too few batches"),
+        ({"split_batches": True}, "completes the last batch .* set dataloader_drop_last"),
+    ],
+)
+def test_a_trainer_of_two_ranks_that_dispatches_batches_is_refused_with_the_reason(
+    options: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "get_world_size", lambda: 2)
+    config = {"dispatch_batches": True} | options
+    with pytest.raises(ConfigError, match=f"cannot be resumed exactly: .*{message}"):
+        make(tmp_path, accelerator_config=config)
+
+
+def test_a_trainer_that_dispatches_split_batches_of_one_size_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "get_world_size", lambda: 2)
+    config = {"dispatch_batches": True, "split_batches": True}
+    make(tmp_path, accelerator_config=config, dataloader_drop_last=True)
 
 
 def test_other_misuse_is_refused(tmp_path: Path) -> None:
