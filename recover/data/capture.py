@@ -151,11 +151,18 @@ def require_state(loader: Any) -> None:
     loader.
 
     Raises:
-        ConfigError: it lacks ``state_dict`` or ``load_state_dict``.
+        ConfigError: it lacks ``state_dict`` or ``load_state_dict``, or accelerate wraps it.
     """
     # Accelerate's have both methods in any case, and ask the loader inside.
     inner = getattr(loader, "base_dataloader", loader)
     has_state = hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
+    if has_state and inner is not loader:
+        raise ConfigError(
+            "the dataloader is of an Accelerator with use_stateful_dataloader=True, and tells its "
+            "place only after its first batch, so that every restart would be refused; make the "
+            "Accelerator without use_stateful_dataloader, and give the loader in `recoverable` of "
+            "holdfast.integrations.accelerate"
+        )
     if loader is None or has_state:
         return
     raise ConfigError(

@@ -32,6 +32,7 @@ from holdfast.integrations.accelerate import recoverable
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from holdfast.utils.plain_values import pack_plain, unpack_plain
 from holdfast.utils.rng import capture_rng, restore_rng
+from tests.recover.runs import Tiny, make_handler
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -562,6 +563,15 @@ def test_other_loaders_and_states_are_refused() -> None:
         CheckpointMismatchError, match=r"a state with \['epoch'\] is not one of RecoverableLoader"
     ):
         recoverable(plain()).load_state_dict({"epoch": 1})
+
+
+def test_a_stateful_loader_of_accelerate_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    loader = prepared(use_stateful_dataloader=True)
+    with pytest.raises(ConfigError, match="make the Accelerator without use_stateful_dataloader"):
+        recoverable(loader)
+    advice = "every restart would be refused; .* and give the loader in `recoverable`"
+    with make_handler(tmp_path) as handler, pytest.raises(ConfigError, match=advice):
+        handler.load(Tiny().state, loader)
 
 
 @pytest.mark.parametrize(
