@@ -20,7 +20,7 @@ from ..utils.logging import get_logger
 from ..utils.processes import die_with_torchrun
 from ..utils.rng import capture_rng, restore_rng
 from .config import RecoverConfig
-from .data.capture import note_order, require_state
+from .data.capture import note_order, require_same_settings, require_state
 from .data.trial import try_stream
 from .info import RecoverInfo
 from .ranks import Ranks, SessionRef, ranks_of
@@ -218,8 +218,9 @@ class RecoverHandler:
                 is not the one that `peek` announced, or the dataloader is not at the saved
                 position. No engine was changed.
             ConfigError: a rank does not see the folder, an export is impossible, the dataloader has
-                no state, the state could not be saved (see `DCPState.state_dict`), or SLURM does
-                not tell the end of the job (``must_save_by``). Nothing was changed.
+                no state or, if it is ``rank_independent``, another dataset or seed than on
+                another rank, the state could not be saved (see `DCPState.state_dict`), or SLURM
+                does not tell the end of the job (``must_save_by``). Nothing was changed.
             OSError, RuntimeError: there is no host memory to stage snapshots in.
         """
         self._require_open()
@@ -272,6 +273,8 @@ class RecoverHandler:
         ranks.here(partial(try_stream, dataloader, self.ft_spec.total_train_epochs))
 
         resumed = self._resume.choose(ranks, self._folder.mirror)
+        if resumed is None or resumed.info.lacks("data"):  # a restored loader compares them itself
+            require_same_settings(ranks, dataloader)
         if resumed is not None:
             position.epoch = restore_run(ranks, resumed, dataloader, self._stateful)
             position.rng = capture_rng()

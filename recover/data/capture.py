@@ -27,6 +27,8 @@ from .trial import first_batches
 
 DATA_STATE = "data.pt"
 _NOTE = "_holdfast_order_note"
+_SETTINGS = ("dataset_fingerprint", "seed", "shuffle", "batch_size", "drop_last")
+"""Values in a state that `ResumableDataLoader` compares when it is restored."""
 
 
 @runtime_checkable
@@ -171,6 +173,37 @@ def require_state(loader: Any) -> None:
         "StatefulDataLoader, or torch's DataLoader in `recoverable` of "
         "holdfast.integrations.accelerate"
     )
+
+
+def require_same_settings(ranks: Ranks, dataloader: Any) -> None:
+    """Refuse ``rank_independent`` loaders that differ in dataset, seed or batches, because only the
+    first one's state is saved. Collective over the callers.
+
+    The position is not compared: with `SharedRollouts` only the loader of rank 0 moves.
+
+    Raises:
+        ConfigError: a rank has other settings than the first one. Raised on all ranks.
+    """
+    found = ranks.here(lambda: _settings(dataloader))
+    given = {rank: settings for rank, settings in enumerate(found) if settings}
+    saved = next(iter(given.values()), {})
+    others = [rank for rank, settings in given.items() if settings != saved]
+    if not others:
+        return
+    other = given[others[0]]
+    differing = [key for key in _SETTINGS if other.get(key) != saved.get(key)]
+    raise ConfigError(
+        f"the dataloader of rank(s) {others} has another {', '.join(differing)} than that of the "
+        "first rank, whose state is saved for all, so that a restart would be refused; give every "
+        "rank the same dataset and settings, and share the batches by `rank` and `world_size`"
+    )
+
+
+def _settings(loader: Any) -> dict[str, Any]:
+    if not getattr(loader, "rank_independent", False):
+        return {}
+    state = loader.state_dict()
+    return {key: state[key] for key in _SETTINGS if key in state}
 
 
 def note_order(loader: Any) -> OrderNote | None:

@@ -310,6 +310,31 @@ def test_cursors_that_differ_by_rank_do_not_move_to_another_world_size(
     run_ranks(_per_rank_data, 1, model, str(tmp_path))
 
 
+def _loaders_with(rank: int, world_size: int, root: str, change: str) -> None:
+    samples = list(range(24))
+    seed = 3
+    if change == "seed":
+        seed = rank
+    elif change == "dataset_fingerprint":
+        samples = samples[rank::world_size]
+    loader = ResumableDataLoader(samples, 4, seed=seed)
+    if rank == 0:  # positions may differ, as those of SharedRollouts do
+        next(iter(loader))
+    with make_handler(root) as handler:
+        if not change:
+            handler.load(Tiny().state, loader)
+            return
+        with pytest.raises(ConfigError, match=rf"of rank\(s\) \[1\] has another {change} than"):
+            handler.load(Tiny().state, loader)
+
+
+@pytest.mark.parametrize("change", ["seed", "dataset_fingerprint", ""])
+def test_loaders_that_only_their_own_rank_could_resume_are_refused_on_all_ranks(
+    change: str, tmp_path: Path
+) -> None:
+    run_ranks(_loaders_with, 2, str(tmp_path), change)
+
+
 def _idle_dump(rank: int, world_size: int, root: str) -> list[int]:
     tiny, handler = Tiny(), make_handler(root, freq_steps=10)
     handler.load(tiny.state)
