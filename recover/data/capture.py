@@ -153,7 +153,8 @@ def require_state(loader: Any) -> None:
     loader.
 
     Raises:
-        ConfigError: it lacks ``state_dict`` or ``load_state_dict``, or accelerate wraps it.
+        ConfigError: it lacks ``state_dict`` or ``load_state_dict``, accelerate wraps it, or
+            torchdata's sampler draws from the loader's generator.
     """
     # Accelerate's have both methods in any case, and ask the loader inside.
     inner = getattr(loader, "base_dataloader", loader)
@@ -165,6 +166,8 @@ def require_state(loader: Any) -> None:
             "Accelerator without use_stateful_dataloader, and give the loader in `recoverable` of "
             "holdfast.integrations.accelerate"
         )
+    if isinstance(loader, DataLoader) and has_state:
+        _require_other_generator(loader)
     if loader is None or has_state:
         return
     raise ConfigError(
@@ -172,6 +175,24 @@ def require_state(loader: Any) -> None:
         "that a restart could not find its place; give a ResumableDataLoader, torchdata's "
         "StatefulDataLoader, or torch's DataLoader in `recoverable` of "
         "holdfast.integrations.accelerate"
+    )
+
+
+def _require_other_generator(loader: DataLoader) -> None:
+    """Refuse a sampler of torchdata on the generator of its loader.
+
+    In an epoch the sampler draws its order, and then the loader a number. A restore sets the
+    generator back and draws the order only.
+    """
+    sampler, is_saved = _order_of(loader)
+    own = getattr(sampler, "generator", None)
+    if not is_saved or own is None or own is not loader.generator:
+        return
+    raise ConfigError(
+        f"torchdata's {type(sampler).__name__} and the {type(loader).__name__} draw from one "
+        "generator, which torchdata restores without the draw of the loader, so that later epochs "
+        "would have another order after a resume; instead of shuffle=True give the loader "
+        "sampler=torch.utils.data.RandomSampler(dataset, generator=generator)"
     )
 
 
@@ -215,25 +236,30 @@ def note_order(loader: Any) -> OrderNote | None:
     """
     if not isinstance(loader, DataLoader):
         return None
-    # torch iterates over the batch sampler, and a batch sampler over its sampler.
-    holder = loader if loader.batch_sampler is None else loader.batch_sampler
-    inner: Any = getattr(holder, "sampler", None)
-    sampler = holder if inner is None else inner
+    sampler, is_saved = _order_of(loader)
     note = getattr(sampler, _NOTE, None)
     if note is not None:
         return note
 
     # Samplers whose state the loader saves, and those whose order is always the same.
-    if isinstance(sampler, Stateful):
+    if isinstance(sampler, Stateful) or is_saved:
         return None
     if _epoch(sampler) is None and _generator(sampler) is None and not draws_of(sampler):
-        return None
-    if _is_torchdatas(sampler) and (holder is loader or _is_torchdatas(holder)):
         return None
 
     note = OrderNote(sampler)
     replace_iter(sampler, lambda _: note.iterate(), **{_NOTE: note})
     return note
+
+
+def _order_of(loader: DataLoader) -> tuple[Any, bool]:
+    """Return the sampler that decides the order, and whether torchdata saves its state."""
+    # torch iterates over the batch sampler, and a batch sampler over its sampler.
+    holder = loader if loader.batch_sampler is None else loader.batch_sampler
+    inner: Any = getattr(holder, "sampler", None)
+    sampler = holder if inner is None else inner
+    is_saved = _is_torchdatas(sampler) and (holder is loader or _is_torchdatas(holder))
+    return sampler, is_saved
 
 
 def epoch_sampler(loader: Any) -> EpochSampler | None:

@@ -8,9 +8,9 @@ the same few plain values on all of them.
 The cursor counts *samples handed out*, and nothing is prefetched, so a state taken after training
 on a batch says exactly which samples were trained. Samples are read in the caller's thread. If they
 are slow to read, use torchdata's ``StatefulDataLoader`` instead, which `RecoverHandler` takes too
-(see `capture` and `restore`). Do not give that loader ``shuffle=True, generator=g``: with one
-generator for the loader and torchdata's own sampler, the order differs from the epoch after the
-resumed one on (torchdata 0.11).
+(see `capture` and `restore`). That loader with ``shuffle=True, generator=g`` is refused: with one
+generator for the loader and torchdata's own sampler, the order would differ from the epoch after
+the resumed one on (torchdata 0.11).
 
 A permutation costs 8 bytes per sample and comes from numpy's ``RandomState``, whose streams are
 frozen (NEP 19), so a newer library cannot change the order in the middle of an epoch. No global

@@ -487,6 +487,19 @@ def test_a_generation_of_a_sampler_that_draws_is_not_resumed_with_another() -> N
         stop.restore(StatefulDataLoader(Prompts(), batch_size=4, shuffle=True), step_info(2))
 
 
+def test_torchdatas_sampler_on_the_generator_of_its_loader_is_refused(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    refused = StatefulDataLoader(Prompts(), 4, shuffle=True, generator=generator)
+    advice = r"sampler=torch.utils.data.RandomSampler\(dataset, generator=generator\)"
+    with make_handler(tmp_path) as handler, pytest.raises(ConfigError, match=advice):
+        handler.load(Tiny().state, refused)
+
+    # The remedy, and a sampler whose generator is its own.
+    for loader in (one_generator_for_both(), StatefulDataLoader(Prompts(), 4, shuffle=True)):
+        with make_handler(tmp_path) as handler:
+            handler.load(Tiny().state, loader)
+
+
 def test_an_order_drawn_before_load_is_refused_at_the_first_dump(tmp_path: Path) -> None:
     tiny, loader = Tiny(), drawn(shuffled)()
     batches = iter(loader)
