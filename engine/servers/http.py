@@ -10,7 +10,9 @@ update that broke off is not repeated, because the server may have acted on it.
 """
 
 import asyncio
+import errno
 import re
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -45,6 +47,7 @@ Json = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 5.0
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 _BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 _KEEPALIVE_S = 2.0
 """Servers close idle connections after 5 s (default of uvicorn). A request on a closing connection
@@ -171,12 +174,14 @@ class Calls:
 
 
 class Connections:
-    """Connections for completions, with the bearer token ``key`` and one pool per event loop.
+    """Connections for completions, with the bearer token ``key`` and one pool per event loop. Each
+    request in flight has its own, so this process may open as many files as the system allows.
 
     ``unanswered`` counts the requests since the last answer that took too long.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
+        _allow_many_files()
         self.unanswered = 0
         self._url = url
         self._key = key
@@ -193,7 +198,8 @@ class Connections:
         Raises:
             NoServerError: no connection, or none is made any more after a `drain`.
             CutOffError: `drain` cut the request off.
-            UnreachableServerError: the connection broke, and the retries failed too.
+            UnreachableServerError: the connection broke, and the retries failed too, or this
+                process can open no more files.
             SlowServerError: no answer within ``limit_s``.
             BusyServerError: the server takes no request now.
             ServerError: a refusal, or an answer without a JSON object.
@@ -344,6 +350,14 @@ def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerEr
             "with the certificate of who signed it, its own if it signed itself, in the "
             "environment variable SSL_CERT_FILE"
         )
+    no_files = _no_files(failure)
+    if no_files is not None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return UnreachableServerError(
+            f"{what} was not sent, because this process can open no more files ({no_files}); raise "
+            f"their limit (ulimit -n), which is {files}, or let fewer requests run at a time "
+            "(max_concurrent_rollouts)"
+        )
     if found_none:
         return NoServerError(
             f"{what} found no server there ({reason}); start it, or look at the network"
@@ -351,6 +365,25 @@ def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerEr
     return UnreachableServerError(
         f"{what} broke off ({reason}); look at the log of the server: it may have died"
     )
+
+
+def _no_files(error: BaseException | None) -> OSError | None:
+    """The error of a socket that could not be opened, among the causes of ``error``."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno in _NO_FILES:
+        return error
+    causes = [error.__cause__ or error.__context__]
+    if isinstance(error, BaseExceptionGroup):  # of a host with several addresses
+        causes += error.exceptions
+    return next(filter(None, map(_no_files, causes)), None)
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files as far as this process may. It is often 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a system may refuse it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _require_success(

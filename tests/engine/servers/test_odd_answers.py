@@ -3,7 +3,10 @@ other parties.
 """
 
 import asyncio
+import errno
+import os
 import re
+import resource
 import socket
 import ssl
 import subprocess
@@ -11,10 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from aiohttp import web
+from tenacity import wait_none
 
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
 from holdfast.engine.servers.api import (
@@ -307,6 +311,49 @@ def test_a_server_that_never_comes_back_is_given_up() -> None:
             RolloutError, match=r"no server took a request for 0\.2 s: .* found no server there"
         ):
             executor.next_batch(0)
+
+
+@pytest.fixture
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process can open no more sockets."""
+
+    def connect(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def connect_on_loop(*_: object, **__: object) -> NoReturn:
+        connect()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", connect_on_loop)
+    monkeypatch.setattr("holdfast.engine.servers.http.wait_exponential", lambda _: wait_none())
+
+
+@pytest.mark.usefixtures("no_files")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_lack_of_files_is_told_from_a_server_that_is_down(host: str) -> None:
+    server = VLLMServer(f"http://{host}:9")
+    with pytest.raises(
+        UnreachableServerError, match=r"Too many open files\); raise their limit \(ulimit -n\)"
+    ) as caught:
+        asyncio.run(server.agenerate(REQUEST))
+    assert not isinstance(caught.value, NoServerError)
+
+
+@pytest.mark.usefixtures("no_files")
+def test_a_server_that_cannot_be_told_to_sleep_for_lack_of_files_may_have_its_memory() -> None:
+    fleet = ServerFleet([VLLMServer("http://127.0.0.1:9")], probe_interval_s=None)
+    with pytest.raises(ServerError, match=r"may still have the memory of their GPUs: .*ulimit -n"):
+        fleet.sleep(stretched(5))
+
+
+def test_a_client_lets_its_process_open_as_many_files_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        VLLMServer("http://127.0.0.1:9")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.slow
