@@ -15,8 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+
 from ...utils.config import require_range
-from ...utils.errors import CallLost, ConfigError
+from ...utils.errors import CallLost, ConfigError, RolloutError
 from ...utils.logging import get_logger
 from .call_process import serve
 
@@ -31,6 +33,11 @@ UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 _ATTEMPTS = 2
 # time limit for a process to start and to import the function
 _START_S = 120.0
+# errors of a host that cannot start a process, or whose fork server has ended
+_NOT_STARTED = (OSError, EOFError)
+_STARTS = 4
+# pause before the second attempt to start a process, and twice as long before each further one
+_START_AGAIN_S = 1.0
 
 
 class CallPool:
@@ -63,6 +70,7 @@ class CallPool:
 
         Raises:
             CallLost: the call hung or ended its process twice.
+            RolloutError: no process could be started.
             ConfigError: function or arguments are of a type that cannot be pickled, or the pool is
                 closed.
             Exception: any error of ``fn``, and of an argument while it is pickled.
@@ -144,7 +152,7 @@ class CallPool:
                 return process
 
         # The fork server takes seconds to start.
-        process = _Process()
+        process = _started()
         with self._lock:
             self._busy.add(process)
             closed = self._closed
@@ -177,6 +185,24 @@ def _preloaded() -> list[str]:
     large = [name for name in _LARGE if name in sys.modules]
     of_holdfast = [name for name in list(sys.modules) if name.startswith("holdfast.")]
     return ["__main__", *large, *of_holdfast]
+
+
+def _started() -> "_Process":
+    """A new process. RolloutError if none could be started after several attempts."""
+    starting = Retrying(
+        retry=retry_if_exception_type(_NOT_STARTED),
+        stop=stop_after_attempt(_STARTS),
+        wait=wait_exponential(_START_AGAIN_S),
+        reraise=True,
+    )
+    try:
+        return starting(_Process)
+    except _NOT_STARTED as error:
+        raise RolloutError(
+            f"no process could be started for a call, {_STARTS} times: {type(error).__name__}: "
+            f"{error}; look at free memory, and at the limits of processes (ulimit -u) and of open "
+            "files (ulimit -n), or lower n_processes of the CallPool"
+        ) from error
 
 
 class _Lost(Exception):

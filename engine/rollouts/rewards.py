@@ -47,14 +47,14 @@ class Rewards:
         engine: Any = None,
     ) -> float:
         """Compute the reward of one completion, or take it from the records of an `EpisodeEngine`.
-        Raises RolloutError if the first 16 calls of the function all fail.
+        Raises RolloutError if no process can be started, or the first 16 calls all fail.
         """
         prompt = decode(prompt_ids, self._tokenizer)
         completion = decode(completion_ids, self._tokenizer)
         work = partial(self._reward_fn, prompt, completion, prompt_ids, completion_ids, **data)
         try:
             reward = await recorded_call(engine, self._finite, work)
-        except ConfigError:
+        except (ConfigError, RolloutError):  # no fault of the function
             raise
         except Exception as error:  # a user's function may raise anything
             return self.lose(error)

@@ -1,12 +1,20 @@
 """The provided workflows: requests, results, and failing rewards and tools."""
 
+import errno
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.engine.rollouts import CallPool, MultiTurnWorkflow, RLVRWorkflow, Trajectory
+from holdfast.engine.rollouts import (
+    CallPool,
+    MultiTurnWorkflow,
+    RLVRWorkflow,
+    Trajectory,
+    call_pool,
+)
 from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.utils.errors import ConfigError, RolloutError
 from tests.engine.rollouts import user_code
@@ -111,6 +119,42 @@ def test_a_reward_function_that_fails_every_call_ends_the_run(pool: CallPool) ->
         RolloutError, match=r"refuse.* has failed each of its first 16 calls, .* TypeError: refuse"
     ):
         first_step(workflow, Server(), batch_size=8)
+
+
+def fail_starts(patch: pytest.MonkeyPatch, errors: list[Exception]) -> None:
+    """Let the next processes of pools not start."""
+    started = call_pool._Process
+
+    def start() -> call_pool._Process:
+        if errors:
+            raise errors.pop()
+        return started()
+
+    patch.setattr(call_pool, "_Process", start)
+    patch.setattr(call_pool, "_START_AGAIN_S", 0.001)
+
+
+def test_a_reward_gets_its_process_although_one_cannot_be_started_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail_starts(monkeypatch, [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), EOFError()])
+    with CallPool(n_processes=1) as pool:
+        workflow = RLVRWorkflow(user_code.length_reward, TWO, pool=pool)
+        (trajectory,) = first_step(workflow, Server(), batch_size=1)
+    first = int(trajectory["input_ids"][0, 0])
+    assert trajectory["rewards"].tolist() == [100.0 * (first % 5) + 4] * 2
+
+
+def test_a_run_without_processes_for_its_rewards_ends_and_trains_on_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail_starts(monkeypatch, [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))] * 100)
+    with CallPool(n_processes=1) as pool:
+        workflow = RLVRWorkflow(user_code.length_reward, TWO, pool=pool)
+        with pytest.raises(
+            RolloutError, match="no process could be started for a call, 4 times: BlockingIOError"
+        ):
+            first_step(workflow, Server(), batch_size=1)
 
 
 def test_model_and_tool_take_turns_in_one_sequence(pool: CallPool) -> None:
