@@ -123,8 +123,8 @@ def _sort_sets(config: Any) -> None:
 
 
 def require_adapters(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless plain LoRA is trained and nothing else, so that it can be published
-    alone.
+    """Raise ConfigError unless plain LoRA is trained and nothing else, with one scaling, so that it
+    can be published alone.
     """
     what = "WeightUpdateMeta type 'adapter' publishes LoRA adapters alone, but"
     if not plain_adapters(model):
@@ -138,6 +138,17 @@ def require_adapters(model: PreTrainedModel) -> None:
             f"{what} {others[0]} ({len(others)} such) is trained beside them; publish by type "
             "'disk'"
         )
+
+    # Servers read no patterns: they scale all layers alike.
+    config = _peft_config(model)
+    scaling = _scaling(config, config.lora_alpha, config.r)
+    for weight, (adapter,) in plain_adapters(model).items():
+        if adapter.scaling != scaling:
+            raise ConfigError(
+                f"{what} servers scale all of them by {scaling:g} (lora_alpha {config.lora_alpha}, "
+                f"r {config.r}), and {weight} has {adapter.scaling:g}; train without "
+                "alpha_pattern and rank_pattern, or publish by type 'disk'"
+            )
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -316,12 +327,18 @@ def _check_config(folder: Path, model: PreTrainedModel) -> None:
         layer = weight.removesuffix(".weight")
         rank = ranks.get(get_pattern_key(list(ranks), layer), config.r)
         alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
-        divisor = math.sqrt(rank) if config.use_rslora else rank
-        if alpha / divisor != adapter.scaling:
+        scaling = _scaling(config, alpha, rank)
+        if scaling != adapter.scaling:
             raise CheckpointMismatchError(
-                f"{folder}: adapters count {alpha / divisor:g} (alpha {alpha}, rank {rank}), here "
+                f"{folder}: adapters count {scaling:g} (alpha {alpha}, rank {rank}), here "
                 f"{adapter.scaling:g}: {layer}"
             )
+
+
+def _scaling(config: Any, alpha: float, rank: int) -> float:
+    if config.use_rslora:
+        return alpha / math.sqrt(rank)
+    return alpha / rank
 
 
 def _changes_base(init_lora_weights: bool | str) -> bool:

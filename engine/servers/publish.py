@@ -119,7 +119,7 @@ def publish_weights(
         CheckpointWriteError: a rank could not write. No server was told.
         ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no
             mirror for ``meta.delta``, the servers sleep, there are none to send weights to, or the
-            model has no adapters to publish, nothing was written.
+            model has no adapters that can be published alone, nothing was written.
         PublishError: a server is still loading this version or a newer one, which would be
             replaced.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, ZambaConfig, ZambaForCausalLM
 
+from holdfast.engine import WeightUpdateMeta, publish_weights
 from holdfast.engine.api import HFExportOptions
 from holdfast.engine.hf.adapter_folder import load_adapters, require_adapters, save_adapters
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import save_hf
 from holdfast.engine.lora.adapters import describe_adapters
-from holdfast.utils.errors import CheckpointMismatchError
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.hf_models import ARCHITECTURES, tiny_model
 from tests.engine.models import build_reference, tiny_qwen3
 
@@ -197,6 +198,26 @@ def test_several_active_adapters_are_refused_by_save_publish_and_load(tmp_path: 
             CheckpointMismatchError, match=r"has 2 active adapters \(default, other\)"
         ):
             use(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"alpha_pattern": {"v_proj": 64}}, {"rank_pattern": {"v_proj": 1}}]
+)
+def test_adapters_that_servers_would_scale_otherwise_are_saved_and_not_published(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    model = adapted("qwen3_untied", **options)
+    meta = WeightUpdateMeta("adapter", str(tmp_path / "w"))
+    expected = r"scale all of them by 2 \(lora_alpha 8, r 4\), and model.*v_proj.* type 'disk'"
+    with pytest.raises(ConfigError, match=expected):
+        publish_weights(model, meta, version=1, servers=[])  # type: ignore[arg-type]
+    assert not (tmp_path / "w").exists()
+    save_adapters(model, tmp_path / "export", HFExportOptions())
+
+    # Patterns that agree are published, and so is rsLoRA, which takes one root for all layers.
+    both = {"alpha_pattern": {"v_proj": 2}, "rank_pattern": {"v_proj": 1}}
+    for alike in (both, {"use_rslora": True}):
+        require_adapters(adapted("qwen3_untied", **alike))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
