@@ -371,21 +371,23 @@ class FleetMember(Generic[S]):
             self._failures = 0  # the server may have been restarted
             return False
 
-        # The label alone proves nothing: the load may have failed afterwards, or another job may
-        # publish.
         with self.changed:
+            # Meanwhile the publisher may have decided otherwise.
+            if self.wanted is not folder or self.resting:
+                return False
+
+            # The label alone proves nothing: the load may have failed afterwards, or another job
+            # may publish.
             if self.confirmed is folder and status == ServerStatus(folder.label, paused=False):
                 self._confirm(folder)
                 return False
-            if self.resting:
-                return False
 
-        # The error of a failed load is more specific than what the server says.
-        problem = self._seen_problem(folder, status)
-        if self._failures and self.report.error:
-            problem = self.report.error
-        self._note_unready(status, problem)
-        return True
+            # The error of a failed load is more specific than what the server says.
+            problem = self._seen_problem(folder, status)
+            if self._failures and self.report.error:
+                problem = self.report.error
+            self._note_unready(status, problem)
+            return True
 
     def _seen_problem(self, folder: PublishedFolder, status: ServerStatus) -> str:
         seen = f"it serves {status.label or 'other weights'}"

@@ -399,6 +399,30 @@ def test_publishing_a_version_again_warns_of_nothing(
     assert states(fleet) == [SERVING] and not caplog.records
 
 
+def test_a_status_that_comes_after_a_withdrawal_brings_no_server_back(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
+    server = ScriptedServer()
+    asked = Event()
+    go = Event()
+
+    def late_status() -> ServerStatus:
+        status = ScriptedServer.status(server)
+        asked.set()
+        assert go.wait(LIMIT_S)
+        return status
+
+    fleet = make_fleet(server)
+    fleet.update(write_published(tmp_path, 7), 7, LIMIT_S)
+    server.status = late_status
+    assert asked.wait(LIMIT_S)
+    fleet.withdraw(7)
+    go.set()
+    wait_until(lambda: not fleet._members[0].busy.locked())
+    assert fleet.serving() == []
+    assert states(fleet) == [BEHIND]
+
+
 def test_withdrawing_a_newer_version_leaves_the_published_one_alone(
     tmp_path: Path, make_fleet: MakeFleet
 ) -> None:
