@@ -156,8 +156,11 @@ class ServerSpec:
         extra = _read_flags(self.extra_flags)
         _refuse_contradictions(own, self.config(identity), extra)
         command = [self.python, "-m", module]
-        for flag, values in (own | extra).items():
+        for flag, values in own.items():
             command += [flag, *values]
+        for flag, *given in extra:
+            if flag not in own:
+                command += [flag, *given]
         return command
 
     def config(self, identity: Identity) -> dict[str, str]:
@@ -271,32 +274,40 @@ class ServerSpec:
         return tuple(self.lora_modules)
 
 
-def _read_flags(given: Sequence[str]) -> Flags:
-    """Flags with their values, by their full names."""
-    flags: Flags = {}
-    name: str | None = None
+def _read_flags(given: Sequence[str]) -> list[list[str]]:
+    """The flags in their order, each as its full name and its values. A flag may be given twice."""
+    flags: list[list[str]] = []
     for text in given:
         is_flag = re.match(r"--?[A-Za-z]", text) is not None
         if is_flag:
             name, equals, value = text.partition("=")
-            name = _OTHER_NAMES.get(name, name).replace("_", "-")
-            flags[name] = (value,) if equals else ()
-        elif name is None:
+            flags.append([_full_name(name)])
+            if equals:
+                flags[-1].append(value)
+        elif not flags:
             raise ConfigError(f"extra_flags begin with {text!r}; expected a flag, --name")
         else:
-            flags[name] += (text,)
+            flags[-1].append(text)
     return flags
 
 
-def _refuse_contradictions(own: Flags, private: Mapping[str, str], extra: Flags) -> None:
-    for name, values in extra.items():
+def _full_name(name: str) -> str:
+    # Behind a dot is a key of a JSON value, whose underscores vLLM keeps.
+    flag, dot, key = _OTHER_NAMES.get(name, name).partition(".")
+    return flag.replace("_", "-") + dot + key
+
+
+def _refuse_contradictions(
+    own: Flags, private: Mapping[str, str], extra: Sequence[Sequence[str]]
+) -> None:
+    for name, *values in extra:
         if name.removeprefix("--") in private:
             raise ConfigError(
                 f"extra_flags have {name}, and Holdfast gives each start keys of its own; leave "
                 "the flag out"
             )
         positive = name.replace("--no-", "--", 1)
-        same = own.get(name) == values
+        same = own.get(name) == tuple(values)
         if positive in own and not same:
             given = " ".join([name, *values])
             needed = " ".join([positive, *own[positive]])

@@ -80,6 +80,20 @@ def test_extra_flags_come_last_and_may_repeat_what_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        ["--compilation-config.cudagraph_mode", "NONE"],
+        ["--middleware", "a.B", "--middleware", "c.D"],
+    ],
+)
+def test_keys_of_json_values_and_flags_that_are_given_twice_reach_the_server(
+    flags: list[str],
+) -> None:
+    spec = ServerSpec("vllm", "/model", extra_flags=flags)
+    assert command(spec).endswith(" ".join(["name", *flags]))
+
+
+@pytest.mark.parametrize(
     ("flags", "given", "needed"),
     [
         (["--dtype", "float16"], "--dtype float16", "--dtype bfloat16"),
