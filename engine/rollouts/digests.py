@@ -15,17 +15,25 @@ import xxhash
 from torch import Tensor
 
 from ..servers.api import ModelRequest
+from ..servers.prompts import require_known, shown_prompt
+
+_END_OF_IDS = 2**32  # each id is stored in four bytes
 
 
 def request_digest(request: ModelRequest) -> str:
     """Digest of everything that a server samples from: token ids, parameters, an explicit seed, and
     images. And of the routed experts that are asked for.
 
-    It leaves out ``rid``, ``metadata``, and ``gconfig.n_samples``, which no server gets.
+    It leaves out ``rid``, ``metadata``, and ``gconfig.n_samples``, which no server gets. Raises
+    PromptError if an id is no integer from 0 on.
     """
     parameters = asdict(request.gconfig)
     del parameters["n_samples"]
-    ids = array("I", request.input_ids)
+    try:
+        ids = array("I", request.input_ids)
+    except (OverflowError, TypeError):
+        require_known(request.input_ids, shown_prompt(request), "token ids", _END_OF_IDS)
+        raise
     head: dict[str, Any] = {
         "parameters": parameters,
         "seed": request.seed,

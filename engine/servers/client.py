@@ -55,7 +55,6 @@ from .completions import (
     check_images,
     folder_vocab_size,
     samples_plainly,
-    shown_prompt,
     stated_limits,
     temperature_error,
 )
@@ -71,6 +70,7 @@ from .content_check import (
 )
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, readable, require_server_url
+from .prompts import shown_prompt
 from .routes import START, with_routes
 from .server_calls import Sleep, SleepingCalls
 from .stream import BucketReader

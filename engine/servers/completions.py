@@ -21,8 +21,7 @@ from .api import (
     ModelResponse,
     labelled_version,
 )
-
-_SHOWN_IDS = 8
+from .prompts import require_known, shown_prompt
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,9 @@ class PromptLimits:
             )
 
         # Token ids that the model does not have.
-        self._require_known(ids, what, "token ids")
-        self._require_known(request.gconfig.stop_token_ids, what, "stop_token_ids")
+        stops = request.gconfig.stop_token_ids
+        require_known(ids, what, "token ids", self.vocab_size)
+        require_known(stops, what, "stop_token_ids", self.vocab_size)
 
         # A prompt that fills the context.
         if self.max_tokens is None:
@@ -65,27 +65,6 @@ class PromptLimits:
                 "--max-model-len (--context-length of SGLang)"
             )
         return replace(request, gconfig=request.gconfig.within(room))
-
-    def _require_known(self, ids: Sequence[int], what: str, name: str) -> None:
-        for place, found in enumerate(ids):
-            is_id = isinstance(found, int) and found >= 0
-            if is_id and (self.vocab_size is None or found < self.vocab_size):
-                continue
-            last = "on" if self.vocab_size is None else f"to {self.vocab_size - 1}"
-            raise PromptError(
-                f"{what} has {found!r} at place {place} of its {name}; expected integers from "
-                f"0 {last}. Is the tokenizer that of the model, and are ids of padding (-1, "
-                "-100) left out?"
-            )
-
-
-def shown_prompt(request: ModelRequest) -> str:
-    """The name of a prompt, its length and its first ids, for errors."""
-    ids = request.input_ids
-    shown = [repr(token) for token in ids[:_SHOWN_IDS]]
-    if len(ids) > _SHOWN_IDS:
-        shown.append("...")
-    return f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) [{', '.join(shown)}]"
 
 
 def folder_vocab_size(folder: str | Path) -> int | None:

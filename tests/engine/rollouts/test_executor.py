@@ -493,6 +493,20 @@ def test_samples_of_the_dataset_are_read_in_the_thread_that_calls() -> None:
     assert threads == {threading.get_ident()}
 
 
+@pytest.mark.parametrize("token", [-100, 2**32, 5.0])
+def test_a_prompt_with_an_id_that_no_model_has_ends_the_wait_at_once(token: Any) -> None:
+    server = Server()
+    loader = make_loader()
+    loader.dataset = [{"input_ids": [5, token]}] * 24
+    with make_executor([server], loader=loader) as executor:
+        executor.set_version(0)
+        with pytest.raises(
+            RolloutError, match=rf"ticket 0 .*PromptError: .* has {token} at place 1 .*padding"
+        ):
+            executor.next_batch(0)
+    assert server.seen == []
+
+
 def test_an_error_that_is_no_server_error_is_not_tried_again() -> None:
     class Wrong(Server):
         async def agenerate(self, request: ModelRequest) -> ModelResponse:
