@@ -266,7 +266,7 @@ class RecoverHandler:
 
         # Refuse what could not be saved or resumed, before anything is restored.
         self._exports.check(ranks)
-        check_shared(ranks, self.config.trial_root)
+        check_shared(ranks, self.store.root.parent)
         self._triggers.stops.signals.install()
         ranks.here(partial(require_state, dataloader))
         note_order(dataloader)

@@ -175,7 +175,7 @@ class FolderLock:
     """
 
     def __init__(self, path: StrPath) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self._file: _LockFile | None = None
 
     @property

@@ -59,7 +59,7 @@ class EpisodeLogs:
     """
 
     def __init__(self, recover_root: Path, sync_s: float | None) -> None:
-        self.root = recover_root / FOLDER
+        self.root = recover_root.absolute() / FOLDER
         self._sync_s = sync_s
         self._logs: dict[str, RecordLog] = {}
         self._kept: dict[str, str] = {}  # ids that the newest generation names

@@ -42,7 +42,7 @@ class Journal:
     """The journal of one run. Events before `open` are dropped."""
 
     def __init__(self, trial_root: Path) -> None:
-        self.path = trial_root / JOURNAL_NAME
+        self.path = trial_root.absolute() / JOURNAL_NAME
         self._fd: int | None = None
         self._torn = False
         self._failing = False

@@ -77,7 +77,7 @@ class RunningTime:
     """
 
     def __init__(self, trial_root: Path) -> None:
-        self._trial_root = trial_root
+        self._trial_root = trial_root.absolute()
         self._account = TimeAccount()
         self._n_bytes = 0  # of the journal, that have been read: whole lines
 

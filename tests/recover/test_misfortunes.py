@@ -37,7 +37,16 @@ from holdfast.utils.plain_values import pack_plain
 from holdfast.utils.rng import capture_rng
 from tests.helpers import run_ranks
 from tests.limits import stretched
-from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
+from tests.recover.runs import (
+    Diary,
+    Tiny,
+    hidden,
+    make_handler,
+    names,
+    newest,
+    run_until,
+    step_info,
+)
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -71,6 +80,37 @@ def test_a_relative_fileroot_is_relative_to_the_leaders_folder(tmp_path: Path) -
         names(tmp_path / "runs") == ["global_step_0", "global_step_1"]
         and hidden(tmp_path / "runs") == []
     )
+
+
+@pytest.mark.parametrize("at", ["load", "a step"])
+def test_a_run_with_a_relative_fileroot_stays_in_its_folder_if_the_program_leaves_for_another(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    handler, tiny, diary = make_handler("runs", freq_steps=1), Tiny(), Diary()
+    handler.register("diary", diary)
+    if at == "load":
+        monkeypatch.chdir(tmp_path / "second")
+    handler.load(tiny.state)
+    tiny.step()
+    assert handler.dump(tiny.state, step_info(0))
+    monkeypatch.chdir(tmp_path / "second")
+    assert handler.goodput()["lost_s"] > 0, "its journal is read"
+    tiny.step()
+    assert handler.dump(tiny.state, step_info(1))
+    diary.note("in the second folder", durably=True)
+    assert caplog.messages == [] and list((tmp_path / "second").iterdir()) == []
+    root = tmp_path / "first" / "runs"
+    with open(root / "e" / "t" / "recover.lock", "r+") as lock, pytest.raises(BlockingIOError):
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    handler.close()
+
+    again, read = make_handler(root), Diary()
+    again.register("diary", read)
+    info = again.load(Tiny().state)
+    assert info and info.last_step_info.global_step == 1 and read.read == ["in the second folder"]
 
 
 def _with_folders_of_their_own(rank: int, world_size: int, root: str) -> str:
