@@ -193,7 +193,7 @@ class FSDPEngine:
 
         self._base = base_of(config, folder, groups.control)
         self._model = model
-        self._folder = folder
+        self._folder = folder.absolute()
         self._replay = replay
         self.profiler = profiler_of(config, groups.device)
 

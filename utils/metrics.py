@@ -63,7 +63,7 @@ class StatsLogger:
             ConfigError: a tracker is unknown or not installed.
         """
         require_trackers(trackers)
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._names = list(trackers)
         self._project = project

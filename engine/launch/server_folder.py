@@ -35,7 +35,7 @@ class ServerFolder:
 
     def __init__(self, folder: StrPath, stale_s: float = 60.0) -> None:
         require_range("stale_s", stale_s, low=2 * BEAT_S)
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._stale_s = stale_s
         # Of each host, the last beat and the time at which it was seen first. The clocks of two
         # hosts are not compared.

@@ -44,7 +44,7 @@ class StepProfiler:
     def __init__(self, config: ProfileConfig, rank: int, device: torch.device) -> None:
         self._steps = set(config.steps)
         self._missing = set(config.steps)
-        self._folder = Path(config.path)
+        self._folder = Path(config.path).absolute()
         self._rank = rank
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":

@@ -45,6 +45,19 @@ def test_stats_are_read_back_exactly_one_line_a_step(tmp_path: Path) -> None:
     stats.close()
 
 
+def test_a_relative_folder_stays_the_same_if_the_program_leaves_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stats = StatsLogger("stats")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    stats.resume_after(None)
+    stats.log(0, {"loss": 0.5})
+    stats.close()
+    assert read_stats(tmp_path / "stats" / STATS_NAME) == [{"step": 0, "loss": 0.5}]
+
+
 def test_steps_after_the_resumed_one_are_dropped_from_both_files(tmp_path: Path) -> None:
     first = StatsLogger(tmp_path, ["tensorboard"])
     first.resume_after(None)

@@ -77,6 +77,16 @@ def test_servers_of_all_hosts_are_found_and_keep_their_clients(tmp_path: Path) -
     assert servers.servers()[1] is not second
 
 
+def test_a_relative_folder_stays_the_same_if_the_program_leaves_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    servers = ServerFolder(tmp_path.name)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "one", entry(1))
+    assert len(servers.servers()) == 1
+
+
 def test_servers_whose_keeper_is_silent_are_removed(
     tmp_path: Path, clock: Callable[[float], None]
 ) -> None:

@@ -126,6 +126,17 @@ def test_a_second_profiler_of_a_process_ends_no_run(tmp_path: Path) -> None:
     assert written == ["of_user.json", "own/step_0_rank_0.json"]
 
 
+def test_a_relative_folder_of_traces_stays_the_same_if_the_program_leaves_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profiler = _profiler(Path("traces"), 0)
+    profiler.at(0)
+    monkeypatch.chdir(tmp_path.parent)
+    profiler.close()
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step_0_rank_0.json"]
+
+
 def test_steps_that_never_came_are_named_but_not_those_before_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,7 +32,7 @@ from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
 from tests.ray_helpers import local_ray
-from tests.recover.runs import SPEC, Job, Tiny, hidden, names, step_info
+from tests.recover.runs import SPEC, Job, Tiny, hidden, make_engine, names, step_info
 
 __all__ = ["local_ray"]
 pytestmark = pytest.mark.timeout(100)
@@ -113,6 +113,25 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(Staging, "stage", counted)
     return copies
+
+
+def _export_from_another_folder(rank: int, world_size: int, root: str) -> None:
+    os.chdir(root)
+    engine = make_engine("model")
+    with make(root) as handler:
+        handler.load(engine)
+        os.chdir("/")
+        handler.dump(engine, step_info(0))
+    engine.destroy()
+
+
+def test_an_export_has_the_files_of_a_relative_model_folder_from_any_working_folder(
+    tmp_path: Path,
+) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    run_ranks(_export_from_another_folder, 1, str(tmp_path))
+    assert (tmp_path / "e/t/hf/global_step_0/tokenizer.json").read_text() == "{}"
 
 
 def test_due_steps_are_exported_as_they_were_from_their_snapshots_copy(
