@@ -450,7 +450,7 @@ class RecoverHandler:
             self._folder.note_stop(step, stop)
             self._saver.settle()  # this very step, if its snapshot was taken before
             # torchrun kills the other ranks when one exits.
-            left_s = self._triggers.stops.left_s()
+            left_s = self._triggers.left_s(ranks)
             ranks.decide_slowly(partial(self._folder.finish_copies, left_s))
             self.close()
             raise Preempted(stop)

@@ -141,6 +141,14 @@ class Triggers:
             self.stops.signals.grant()
         return wanted, reason
 
+    def left_s(self, ranks: "Ranks") -> float | None:
+        """Agree on the seconds until the first process of the run will be ended. None if no caller
+        knows. A notice may reach only some ranks.
+        """
+        answers = ranks.here(self.stops.left_s)
+        known = [left_s for left_s in answers if left_s is not None]
+        return min(known, default=None)
+
     def _warn_of_torchrun(self) -> None:
         """Warn once if torchrun would kill its ranks before the snapshot that a signal asks for."""
         grace_s = torchrun_grace_s()
@@ -264,6 +272,7 @@ class StopRequests:
             self._set_deadline(parse_deadline(must_save_by, process_started_at()))
         self._noticed_s = -_NOTICE_POLL_S
         self._requested: StopNotice | None = None
+        self._ended_by: float | None = None  # the earliest time that a request has told
 
     def find_deadline(self, ranks: "Ranks") -> None:
         """Ask SLURM for the end of the job, in the leader, for all callers. Does nothing with
@@ -281,9 +290,11 @@ class StopRequests:
 
     def request(self, notice: StopNotice) -> None:
         """Request a stop at the next step boundary, from any thread or signal handler. The first
-        reason is kept.
+        reason and the earliest end of the process are kept.
         """
         self._requested = self._requested or notice
+        ends = [end for end in (self._ended_by, notice.by) if end is not None]
+        self._ended_by = min(ends, default=None)
 
     def due(self, save_s: float, step_s: float, n_saves: int = 1) -> str | None:
         """Return the reason to snapshot and stop now, before another step. None if the run may
@@ -315,10 +326,7 @@ class StopRequests:
 
     def left_s(self) -> float | None:
         """Seconds until the process will be ended, less ``SLACK_S``. None if that is not known."""
-        known = [self.deadline]
-        if self._requested is not None:
-            known.append(self._requested.by)
-        ends = [end for end in known if end is not None]
+        ends = [end for end in (self.deadline, self._ended_by) if end is not None]
         if not ends:
             return None
         return max(0.0, min(ends) - self._clock() - SLACK_S)

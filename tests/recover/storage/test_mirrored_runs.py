@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from holdfast.recover import RecoverHandler
 from holdfast.recover.resuming.check import check_bytes
 from holdfast.recover.storage.mirror import Mirror
+from holdfast.recover.triggers import StopNotice
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -24,6 +26,7 @@ from holdfast.utils.errors import (
     Preempted,
 )
 from holdfast.utils.remote import RemoteFolder
+from tests.helpers import run_ranks
 from tests.limits import stretched
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
@@ -417,3 +420,27 @@ def test_a_stop_waits_for_a_copy_once_and_not_beyond_its_deadline(
     assert caplog.text.count("waiting up to 2 s for the copy of step(s) [0]") == bool(waits_s)
     assert "gave up copying step(s) [0]" in caplog.text
     assert names(tmp_path / "run") == ["global_step_0"]
+
+
+def _told_on_the_last_rank(rank: int, world_size: int, root: str) -> list[float]:
+    waited: list[float] = []
+    wait = Mirror.wait
+
+    def noted(mirror: Mirror, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return wait(mirror, timeout_s)
+
+    Mirror.wait = noted  # type: ignore[method-assign]
+    notices = []
+    if rank == world_size - 1:
+        notices.append(lambda: StopNotice("spot instance reclaimed", by=time.time() + 20))
+    handler, tiny = _mirrored(Path(root), notices=notices), Tiny()
+    handler.load(tiny.state)
+    with pytest.raises(Preempted, match="spot instance reclaimed"):
+        handler.dump(tiny.state, step_info(0))
+    return waited
+
+
+def test_a_notice_to_one_rank_limits_the_wait_for_copies_in_the_leader(tmp_path: Path) -> None:
+    first, second = run_ranks(_told_on_the_last_rank, 2, str(tmp_path))
+    assert len(first) == 2 and first[0] < 20 and first[1] == 0 and second == []

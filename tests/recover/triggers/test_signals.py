@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.recover.triggers import (
     SAVE_MARGIN,
+    SLACK_S,
     UNMEASURED_SAVE_S,
     StopNotice,
     StopRequests,
@@ -346,6 +347,16 @@ def test_the_first_reason_is_kept_and_asking_again_gives_it_again() -> None:
     stop.request(StopNotice("first"))
     stop.request(StopNotice("second"))
     assert [stop.due(0, 0) for _ in range(3)] == ["first"] * 3
+
+
+def test_the_earliest_end_of_the_process_is_kept_whatever_the_first_reason_told() -> None:
+    clock = Clock()
+    stop = StopRequests([], None, clock=clock)
+    stop.request(StopNotice("SIGTERM"))
+    assert stop.left_s() is None
+    for after_s in (60, 30, 90):
+        stop.request(StopNotice("spot instance reclaimed", by=clock.now_s + after_s))
+    assert stop.left_s() == pytest.approx(30 - SLACK_S) and stop.due(0, 0) == "SIGTERM"
 
 
 def test_a_notice_stops_the_run_at_once_and_says_until_when() -> None:
