@@ -282,7 +282,7 @@ class RecoverHandler:
             self._snapshots.last_facts = resumed.info.engines
             self._triggers.saved(resumed.info.save_s)
             self._triggers.schedule.mark(resumed.info.last_step_info)
-            ranks.decide(partial(self._give_up_newer, resumed))
+            ranks.decide_slowly(partial(self._give_up_newer, resumed))
 
         # Registered objects read what happened since their state, in every caller.
         went_back = resumed is not None and self._resume.is_wanted(resumed.path)

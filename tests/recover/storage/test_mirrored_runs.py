@@ -19,6 +19,7 @@ from holdfast.recover import RecoverHandler
 from holdfast.recover.resuming.check import check_bytes
 from holdfast.recover.storage.mirror import Mirror
 from holdfast.recover.triggers import StopNotice
+from holdfast.utils import distributed
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -27,7 +28,7 @@ from holdfast.utils.errors import (
 )
 from holdfast.utils.remote import RemoteFolder
 from tests.helpers import run_ranks
-from tests.limits import stretched
+from tests.limits import stretched, wait_until
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
 pytestmark = pytest.mark.timeout(90)
@@ -444,3 +445,34 @@ def _told_on_the_last_rank(rank: int, world_size: int, root: str) -> list[float]
 def test_a_notice_to_one_rank_limits_the_wait_for_copies_in_the_leader(tmp_path: Path) -> None:
     first, second = run_ranks(_told_on_the_last_rank, 2, str(tmp_path))
     assert len(first) == 2 and first[0] < 20 and first[1] == 0 and second == []
+
+
+def _go_back_while_others_wait(rank: int, world_size: int, root: str) -> int:
+    """Remove copies only after another rank was told to go on waiting."""
+    forgetting, told = Path(root) / "forgetting", Path(root) / "told"
+    forget = Mirror.forget_newer
+
+    def slowly(mirror: Mirror, step: int) -> None:
+        forgetting.touch()
+        wait_until(told.exists)
+        forget(mirror, step)
+
+    def beat() -> None:
+        if forgetting.exists():
+            told.touch()
+
+    Mirror.forget_newer = slowly  # type: ignore[method-assign]
+    distributed.WORD_EVERY_S = 0.05
+    if rank == 1:
+        distributed.beat = beat
+    wanted = f"{root}/run/e/t/recover/global_step_0"
+    with _mirrored(Path(root), resume_path=wanted) as handler:
+        info = handler.load(Tiny().state)
+    assert info is not None
+    return info.last_step_info.global_step
+
+
+def test_ranks_wait_for_as_long_as_a_run_that_goes_back_removes_copies(tmp_path: Path) -> None:
+    _train(tmp_path, 2)
+    assert run_ranks(_go_back_while_others_wait, 2, str(tmp_path)) == [0, 0]
+    assert _copies(tmp_path) == ["global_step_0"]
