@@ -34,6 +34,7 @@ from .runs import (
     holds_run,
     is_url,
     local_path,
+    names_mirror,
     recover_root,
     run_argument,
 )
@@ -68,11 +69,14 @@ def mirror_command() -> None:
 @json_option
 def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
     """List the copies of RUN at its mirror. RUN may also be the URL of the mirror."""
-    place = Run(run)
-    there = place.open_mirror(url)
     here: set[int] = set()
-    if place.store is not None:
-        here.update(place.steps())
+    if url is None and names_mirror(run):
+        there = open_mirror(run)
+    else:
+        place = Run(run)
+        there = place.open_mirror(url)
+        if place.store is not None:
+            here.update(place.steps())
 
     states: dict[int, str] = dict.fromkeys(here, "no copy")
     states.update(there.states())

@@ -256,6 +256,19 @@ def is_url(text: str) -> bool:
     return "://" in text and not text.startswith("file://")
 
 
+def names_mirror(text: str) -> bool:
+    """Whether RUN is the URL of a mirror. One on this machine has the form of a folder of
+    generations, but no run keeps its own there.
+    """
+    if "://" not in text:
+        return False
+    if is_url(text):
+        return True
+    folder = local_path(text)
+    is_run = holds_run(folder) or holds_run(folder / "recover")
+    return folder.is_dir() and not is_run
+
+
 def local_path(text: str) -> Path:
     """Path of the folder on this machine that an argument names."""
     return Path(text.removeprefix("file://"))

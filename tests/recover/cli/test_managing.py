@@ -161,6 +161,21 @@ def test_a_run_that_goes_on_keeps_what_was_pinned_meanwhile_and_its_copy(tmp_pat
     assert [(row["step"], row["copy"]) for row in there] == [(3, "complete"), (1, "complete")]
 
 
+def test_mirror_ls_takes_the_url_of_a_mirror_on_this_machine_and_of_a_run(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/m"
+    run_until(tmp_path, 1, mirror_url=url)
+    run_until(tmp_path, 2, first=1, mirror_url=url)
+    run = tmp_path / "e" / "t"
+    found = answer("mirror", "ls", run)
+    assert [(row["step"], row["here"]) for row in found["copies"]] == [(1, True), (0, True)]
+    for same in (run / "recover", f"file://{run}", f"file://{run}/recover"):
+        assert answer("mirror", "ls", same) == found
+    there = answer("mirror", "ls", f"{url}/e/t")
+    assert there["url"] == found["url"]
+    assert there["copies"] == [{**row, "here": False} for row in found["copies"]]
+    assert holdfast("mirror", "ls", f"{url}/nothing")[0] == 2
+
+
 def test_mirror_pull_brings_a_run_back_that_resumes_from_it(tmp_path: Path) -> None:
     digests = run_until(tmp_path / "a", 3)
     url = f"file://{tmp_path}/copies"
