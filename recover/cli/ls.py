@@ -113,7 +113,7 @@ def _describe(place: Run, step: int) -> Entry | None:
         _read_facts(folder, entry)
     except MirrorError:
         raise
-    except (CheckpointError, FileNotFoundError) as error:
+    except (CheckpointError, OSError) as error:
         if folder.path is not None and not folder.path.is_dir():
             return None
         entry["problem"] = str(error)

@@ -193,12 +193,14 @@ def _check(
 
 
 def _problem(store: GenerationStore, path: Path, damage_of: DamageOf) -> str | None:
-    """What is wrong with a generation: names and sizes of its files first, then their bytes."""
+    """What is wrong with a generation: names and sizes of its files first, then their bytes. One
+    that the disk cannot read counts as damaged.
+    """
     try:
         store.inspect(path)
-    except CheckpointError as error:
+        return damage_of(path)
+    except (CheckpointError, OSError) as error:
         return str(error)
-    return damage_of(path)
 
 
 def _damage_of(path: Path) -> str | None:
@@ -218,7 +220,7 @@ def _problems_of(folder: Folder) -> list[str]:
 def _bytes(store: GenerationStore, step: int) -> int:
     try:
         return stored_bytes(store.path_of(step))
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return 0
 
 

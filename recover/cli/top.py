@@ -220,7 +220,7 @@ def _newest(store: GenerationStore) -> Facts | None:
             written = manifest_file.stat().st_mtime
             files = [path for path in generation.path.rglob("*") if path.is_file()]
             n_bytes = sum(path.stat().st_size for path in files)
-        except (CheckpointError, FileNotFoundError):  # damaged, or deleted by the run meanwhile
+        except (CheckpointError, OSError):  # damaged, or deleted by the run meanwhile
             continue
         return {
             "step": generation.step,

@@ -1,5 +1,6 @@
 """Commands that change something: rm, pin, mirror, export, resume-from."""
 
+import errno
 import hashlib
 import json
 import shlex
@@ -96,6 +97,32 @@ def test_rm_deletes_a_damaged_generation_that_has_lost_its_manifest(
     (store.path_of(3) / "manifest.json").unlink()
     assert holdfast("rm", "-y", f"{run}@3")[0] == 0
     assert _steps(store) == [7, 5, 1]
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)])
+def test_a_generation_that_the_disk_cannot_read_is_listed_with_its_problem_and_removed(
+    options: tuple[str, ...], run: Path, store: GenerationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, read = store.path_of(7) / "manifest.json", Path.read_bytes
+
+    def fail(path: Path) -> bytes:  # a failing disk cannot be simulated here
+        if path == bad:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    found = answer("ls", run)["generations"]
+    assert [entry["step"] for entry in found] == [7, 5, 3, 1]
+    assert "Input/output error" in found[0]["problem"]
+    assert [entry["problem"] for entry in found[1:]] == [None] * 3
+    assert answer("top", run)["generation"]["step"] == 5
+    code, _, err = holdfast("rm", "-y", f"{run}@5")
+    assert code == 2 and "step 5 is the newest sound" in err and "Input/output error" in err
+    assert answer("rm", "-y", *options, f"{run}@3", f"{run}@7")["removed"] == [
+        str(store.path_of(3)),
+        str(store.path_of(7)),
+    ]
+    assert _steps(store) == [5, 1]
 
 
 def test_rm_spares_the_newest_of_a_run_in_use_even_with_force(
