@@ -123,10 +123,11 @@ def look(place: Run, stats: Path | None, spent: RunningTime) -> Facts:
             case "save":
                 saves.append(event)
 
+    attempt = last_attempt(root)
     found: Facts = {
         "run": str(root),
-        "in_use": use_of(root).known,
-        "ended": _ending(last_attempt(root)),
+        "in_use": use_of(root, attempt).known,
+        "ended": _ending(attempt),
         "step": None,
         "step_age_s": None,
         **_pace(steps, saves),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.recover.cli.attempts import list_attempts
+from holdfast.recover.cli.attempts import AttemptRecord, last_attempt, list_attempts
 from holdfast.recover.cli.in_use import use_of
 from holdfast.recover.storage.journal import Journal
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError, Preempted
@@ -200,6 +200,20 @@ def test_top_shows_the_reward_and_where_the_seconds_went_from_the_files_that_are
     code, out, _ = holdfast("top", troubled, "--stats", tmp_path / "stats.jsonl")
     assert code == 0 and "sampling" in out and "reward" in out and "newest generation" in out
     assert "2 serving, 1 asleep" in out
+
+
+def test_top_reads_the_last_attempt_once_a_look(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+
+    def noted(trial_root: Path) -> AttemptRecord | None:
+        looks.append(trial_root)
+        return last_attempt(trial_root)
+
+    for module in ("top", "in_use"):
+        monkeypatch.setattr(f"holdfast.recover.cli.{module}.last_attempt", noted)
+    assert answer("top", finished)["ended"] == "closed" and looks == [finished]
 
 
 def test_a_torn_line_of_a_journal_spoils_no_other(tmp_path: Path) -> None:
