@@ -237,9 +237,9 @@ def train_minibatches(
     n_loss_tokens = sum(totals[key] for key in weights)
     if not n_loss_tokens:
         raise BatchError(
-            "the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens. "
-            "With mask_truncated_completions, answers that were cut off have none: allow them more "
-            "tokens (max_new_tokens), or set it to false"
+            "the batch has no loss token on any rank: loss_mask is 0 everywhere but at first "
+            "tokens. With mask_truncated_completions, answers that were cut off have none: allow "
+            "them more tokens (max_new_tokens), or set it to false"
         )
 
     # All ranks skip the same mini-batches, because each step is a collective.

@@ -223,8 +223,8 @@ def validate_batch(batch: Batch) -> None:
     """
     if not isinstance(batch, dict):
         raise BatchError(
-            f"the batch is a {type(batch).__name__}; expected a dict of tensors. Make one of a list "
-            "of trajectories with holdfast.engine.rollouts.concat_trajectories"
+            f"the batch is a {type(batch).__name__}; expected a dict of tensors. Make one of a "
+            "list of trajectories with holdfast.engine.rollouts.concat_trajectories"
         )
     for key in ("input_ids", "attention_mask"):
         if key not in batch:
