@@ -62,12 +62,14 @@ class RecoverableLoader:
             raise ConfigError(
                 f"a {type(loader).__name__} is no loader; expected a DataLoader, or a prepared one"
             )
-        if isinstance(getattr(loader, "base_dataloader", None), Stateful):
+        inner = getattr(loader, "base_dataloader", loader)
+        saves_itself = isinstance(inner, Stateful)
+        if saves_itself and inner is not loader:
             raise ConfigError(
                 "the loader is of an Accelerator with use_stateful_dataloader=True, and saves its "
                 "own state: make the Accelerator without use_stateful_dataloader"
             )
-        if isinstance(loader, Stateful) and not hasattr(loader, "base_dataloader"):
+        if saves_itself:
             raise ConfigError(
                 f"{type(loader).__name__} saves its own state: pass it to the handler as "
                 "dataloader, not to recoverable"
