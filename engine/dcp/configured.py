@@ -231,7 +231,8 @@ class Configured:
         groups = self._optimizer.param_groups
         before = [float(group["lr"]) for group in groups]
         after = [float(rate) for rate in rates]
-        for group, rate in zip(groups, after, strict=True):
+        # A group that was added after the schedule was built keeps its rate.
+        for group, rate in zip(groups, after, strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -239,7 +240,7 @@ class Configured:
         note_rates(self._schedule, [group["lr"] for group in groups])
 
         # Several groups may have the same change.
-        changes = dict.fromkeys(zip(before, after, strict=True))
+        changes = dict.fromkeys(zip(before, after, strict=False))
         return [Setting("learning rate", str(was), str(now)) for was, now in changes if was != now]
 
     # Settings
@@ -256,8 +257,11 @@ class Configured:
             # The rate is the configured one, wherever that is.
             rates = {name: values.pop(name, None) for name in ("lr", "initial_lr")}
             if self._rates_are == "base_lrs":
-                rates["base_lrs"] = _plain(self._schedule.base_lrs[number])
-            if self._rates_are is not None:
+                # A group that was added after the schedule was built has none.
+                base_lrs = self._schedule.base_lrs
+                if number < len(base_lrs):
+                    values["lr"] = _plain(base_lrs[number])
+            elif self._rates_are is not None:
                 values["lr"] = rates[self._rates_are]
 
             # Values that change in every step are no configuration.
@@ -272,7 +276,9 @@ class Configured:
         groups = list(self._read_groups())
         for number, (configured, now) in enumerate(zip(self._groups, groups, strict=True)):
             for name, value in configured.items():
-                if value is not None and not _same(now[name], value):
+                # The momentum is not there if a schedule that was left out has changed it.
+                is_known = value is not None and name in now
+                if is_known and not _same(now[name], value):
                     setting = Setting(name, str(now[name]), str(value))
                     found.setdefault(setting, []).append(str(number))
         kept = []

@@ -279,7 +279,12 @@ class Plain:
     """A model of two groups without an engine."""
 
     def __init__(
-        self, make: Make | None, lr: float = 0.1, weight_decay: float = 0.0, **options: Any
+        self,
+        make: Make | None,
+        lr: float = 0.1,
+        weight_decay: float = 0.0,
+        kind: Any = torch.optim.AdamW,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -287,7 +292,9 @@ class Plain:
             {"params": self.model[0].parameters()},
             {"params": self.model[1].parameters(), "weight_decay": 0.5},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay, **options)
+        self.optimizer: torch.optim.Optimizer = kind(
+            groups, lr=lr, weight_decay=weight_decay, **options
+        )
         self.scheduler = None if make is None else make(self.optimizer)
 
     @property
@@ -481,20 +488,78 @@ def test_a_schedule_that_was_advanced_before_the_load_goes_on_from_there(tmp_pat
     assert rates == [0.1 / 8, 0.1 / 16]
 
 
+SGD: dict[str, Any] = {"kind": torch.optim.SGD, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LambdaLR", {}),
+        ("OneCycleLR", {}),
+        ("OneCycleLR", SGD),
+        ("CyclicLR", {}),
+        ("CyclicLR", SGD),
+    ],
+)
 def test_a_schedule_that_a_restart_leaves_out_leaves_the_rate_where_it_is_and_is_told(
-    tmp_path: Path,
+    name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    live(tmp_path, Plain(halving), range(3))
-    told, rates = live(tmp_path, Plain(None), range(3, 5))
-    assert rates == [0.0125, 0.0125] and len(told) == 1
+    make = QUIET[name]
+    _, all_rates = live(tmp_path / "untouched", Plain(make, **options), range(4))
+    last = all_rates[3]
+    live(tmp_path, Plain(make, **options), range(3))
+    told, rates = live(tmp_path, Plain(None, **options), range(3, 5))
+    assert rates == [last, last] and len(told) == 1
     assert (
-        "schedule of default was in use, is left out, so that the learning rate stays at 0.0125"
+        f"schedule of default was in use, is left out, so that the learning rate stays at {last}"
         in told[0]
     )
-    assert "lr of default is 0.0125, configured 0.1" in told[0]
-    told, rates = live(tmp_path, Plain(halving), range(5, 7))  # and back
-    assert rates == [0.1, 0.05] and "was none, is LambdaLR" in told[0]
+    assert f"lr of default is {last}, configured 0.1" in told[0]
+    told, rates = live(tmp_path, Plain(make, **options), range(5, 7))  # and back
+    assert rates == all_rates[:2] and f"was none, is {name}" in told[0]
     assert not list(tmp_path.glob("e/t/recover/.rejected*"))
+
+
+class GroupAddedLater(Plain):
+    """A model whose second group is given to the optimizer after its schedule was built, as for
+    gradual unfreezing, or before.
+    """
+
+    def __init__(self, make: Make | None, later: bool) -> None:
+        super().__init__(None)
+        self.optimizer = torch.optim.AdamW(self.model[0].parameters(), lr=0.1)
+        second = {"params": list(self.model[1].parameters()), "lr": 0.02}
+        if not later:
+            self.optimizer.add_param_group(second)
+        self.scheduler = None if make is None else make(self.optimizer)
+        if later:
+            self.optimizer.add_param_group(second)
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
+@pytest.mark.parametrize(("saved_later", "resumed_later"), [(True, True), (True, False)])
+def test_a_group_that_was_added_after_the_schedule_was_built_goes_on_exactly(
+    saved_later: bool, resumed_later: bool, tmp_path: Path
+) -> None:
+    untouched = GroupAddedLater(exponential, saved_later)
+    _, expected = live(tmp_path / "untouched", untouched, range(6))
+    live(tmp_path / "run", GroupAddedLater(exponential, saved_later), range(3))
+    resumed = GroupAddedLater(exponential, resumed_later)
+    told, rates = live(tmp_path / "run", resumed, range(3, 6))
+    assert told == [] and rates == expected[3:]
+    for one, other in zip(resumed.model.parameters(), untouched.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_schedule_that_a_restart_adds_leaves_a_later_group_its_rate(tmp_path: Path) -> None:
+    live(tmp_path, GroupAddedLater(None, True), range(2))
+    resumed = GroupAddedLater(exponential, True)
+    told, rates = live(tmp_path, resumed, range(2, 4))
+    assert rates == [0.1, 0.1 * 0.8] and "schedule of default was none" in told[0]
+    assert resumed.optimizer.param_groups[1]["lr"] == pytest.approx(0.02 * 0.8**2)
 
 
 def test_a_schedule_of_another_optimizer_is_refused_at_the_start(tmp_path: Path) -> None:
