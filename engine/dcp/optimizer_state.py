@@ -11,7 +11,7 @@ of schedulers with one value per group follow that order. If it is not known whe
 to the groups, the load fails.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ...utils.compat.torch_private import like_sharded, made_sharded
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ..memory.tensors import local_tensor
-from ..training.optimizer import materialize_state
+from ..training.optimizer import keeps_state, materialize_state
 
 logger = get_logger(__name__)
 
@@ -231,6 +231,53 @@ def propose_state(
             if are_floats and number.dtype != dtype:
                 proposed[name] = number.to(dtype)
     return proposed
+
+
+def describe_entries(
+    tensors: Mapping[str, Tensor],
+    params: Parameters,
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor of a whole state, for `propose_state`. This rank's shard of
+    optimizer state has the shape of its parameter.
+    """
+    described = {}
+    for name, tensor in tensors.items():
+        fqn, _ = _split_name(name)
+        param = params.get(fqn)
+        if name.startswith(PREFIX) and param is not None:
+            tensor = _as_shard(param, tensor)
+        described[name] = (tensor.shape, tensor.dtype)
+    return described
+
+
+def check_given(
+    optimizer: Optimizer,
+    rest: Iterable[str],
+    *,
+    read_in_place: bool,
+) -> None:
+    """Check that no state is lost when that of ``optimizer`` is set from tensors in memory.
+
+    Args:
+        optimizer: before its state is set.
+        rest: dotted names of the given tensors that have none here.
+        read_in_place: whether all others are the live ones, into which torch's ``dcp.load`` has
+            read.
+
+    Raises CheckpointMismatchError if ``rest`` has state, or ``dcp.load`` may have missed it.
+    """
+    kind = type(optimizer).__name__
+    strangers = sorted(name for name in rest if name.startswith(PREFIX))
+    if strangers:
+        raise CheckpointMismatchError(
+            f"the state has {strangers[0]!r} ({len(strangers)} such), which the {kind} here does "
+            "not have; build the optimizer as in the saved run"
+        )
+    if read_in_place and keeps_state(optimizer) and not any(optimizer.state.values()):
+        raise CheckpointMismatchError(
+            f"the {kind} here has no state before its first step, and torch's dcp.load reads only "
+            "state that is there already; use load_dcp"
+        )
 
 
 def adopt_state(

@@ -125,6 +125,10 @@ class DCPState(TorchStateful):
         load_dcp("runs/step_100", state)  # on any number of ranks
         dcp.save({"dcp": state}, checkpoint_id="runs/step_101")  # torch's own functions work too
 
+    Torch's ``dcp.load`` reads only optimizer state that is there already. Most optimizers other
+    than Adam, AdamW and Holdfast's make theirs in the first step. Before that, ``dcp.load`` into
+    them is refused: use `load_dcp`.
+
     A load brings back every hyperparameter of the optimizer's groups, as torch's
     ``Optimizer.load_state_dict`` does, because schedules change more than the rate (OneCycleLR
     cycles ``betas``). A warning names those that were built with another value (see `configured`).
@@ -355,19 +359,23 @@ class DCPState(TorchStateful):
         generators.
 
         Tensors may be whole DTensors or this rank's parts. Their shapes must have been checked
-        before. If torch's ``dcp.load`` has read into a live tensor, that one is not copied.
+        before. Optimizer state that is not there yet is created. If torch's ``dcp.load`` has read
+        into a live tensor, that one is not copied.
 
         Raises:
-            CheckpointError: see `check_values`. Also if a tensor is missing, or the frozen
+            CheckpointError: see `check_values`. Also if a tensor is missing, the optimizer does not
+                have a tensor of the state, ``dcp.load`` has missed its state, or the frozen
                 parameters that were left out differ here (only detected at the world size of the
                 save). Nothing was changed.
         """
         self.record_frozen_base()
 
         # All checks come before the first change.
-        given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
+        tensors = dict(flatten(state_dict))
+        given = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         stored = self.as_stored(given.keys())
-        live = stored.live_tensors()
+        proposed = stored.propose_state(optim.describe_entries(tensors, self._parameters()))
+        live = stored.live_tensors() | proposed
         missing = sorted(live.keys() - given.keys())
         if missing:
             raise CheckpointMismatchError(
@@ -378,10 +386,19 @@ class DCPState(TorchStateful):
         check_own_base(given, stored.frozen_parameters(), self.base, own_share)
 
         # A tensor that torch has read into is itself.
+        others = {}
         for name, target in live.items():
             local = local_tensor(target)
             if local.data_ptr() != given[name].data_ptr():
-                local.copy_(given[name])
+                others[name] = local
+        if self.optimizer is not None:
+            rest = given.keys() - live.keys()
+            optim.check_given(self.optimizer, rest, read_in_place=not others)
+
+        # From here on the state changes.
+        stored.adopt_state(proposed, values)
+        for name, local in others.items():
+            local.copy_(given[name])
         configured = self.configured(values)
         stored.restore(values)
         settled = configured.settle()

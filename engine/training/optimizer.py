@@ -164,6 +164,13 @@ def materialize_state(optimizer: Optimizer) -> None:
             optimizer.state[param].update(state)
 
 
+def keeps_state(optimizer: Optimizer) -> bool:
+    """Whether steps leave state behind. Only plain SGD is known to need none."""
+    if not _steps_as(optimizer, SGD):
+        return True
+    return any(group["momentum"] != 0 for group in optimizer.param_groups)
+
+
 class UnsteppedOptimizer(Optimizer):
     """An optimizer as it was before its first step, over other tensors, for `materialize_state`. It
     cannot step.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from peft import optimizers as peft_optimizers
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
@@ -26,7 +27,7 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.optimizer_state import hyperparameters as restored_hyperparameters
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.utils.errors import ConfigError
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -78,19 +79,29 @@ def build(
 
 
 def check_that_it_goes_on(
-    folder: Path, make: Make, schedule: Any = None, net: Callable[[], Any] = Net
+    folder: Path | None, make: Make, schedule: Any = None, net: Callable[[], Any] = Net
 ) -> None:
-    """Save after three steps, load into a fresh state, and compare three more steps of both."""
+    """Save after three steps, load into a fresh state, and compare three more steps of both.
+
+    Without a folder the values are handed over in memory.
+    """
     state, resumed = (build(make, schedule, net, seed) for seed in (0, 1))
     train(state, 0, 3)
-    save_dcp(folder, state)
-    load_dcp(folder, resumed)
+    if folder is None:
+        resumed.load_state_dict(state.state_dict())
+    else:
+        save_dcp(folder, state)
+        load_dcp(folder, resumed)
     train(state, 3, 6)
     train(resumed, 3, 6)
     assert hyperparameters(resumed) == hyperparameters(state)
     if schedule is not None:
         assert repr(resumed.scheduler.state_dict()) == repr(state.scheduler.state_dict())  # type: ignore[union-attr]
-    tensors, others = state.live_tensors(), resumed.live_tensors()
+    assert_same_tensors(resumed, state)
+
+
+def assert_same_tensors(one: DCPState, other: DCPState) -> None:
+    tensors, others = one.live_tensors(), other.live_tensors()
     assert tensors.keys() == others.keys()
     assert [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])] == []
 
@@ -155,17 +166,61 @@ def test_every_hyperparameter_that_a_load_replaces_is_told(name: str) -> None:
     assert {setting.name for setting in configured.settle().kept} == told
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in REFUSED_OPTIMIZERS])
-def test_every_optimizer_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def variant(name: str) -> tuple[Make, Callable[[], Any]]:
+    """An optimizer of `VARIANTS`, and the net that it trains."""
     kind: Any = OPTIMIZERS[name.split()[0]]
-    is_sparse = kind is torch.optim.SparseAdam
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return kind(
             [param for param in model.parameters() if param.requires_grad], **VARIANTS[name]
         )
 
-    check_that_it_goes_on(tmp_path / "c", make, net=partial(Net, is_sparse))
+    return make, partial(Net, kind is torch.optim.SparseAdam)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in REFUSED_OPTIMIZERS])
+def test_every_optimizer_of_torch_goes_on_bit_for_bit(
+    name: str, in_memory: bool, tmp_path: Path
+) -> None:
+    make, net = variant(name)
+    check_that_it_goes_on(None if in_memory else tmp_path / "c", make, net=net)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "is_refused"),
+    [
+        ("AdamW", 0, False),
+        ("SGD", 0, False),
+        ("SGD dampening", 0, True),
+        ("RMSprop", 0, True),
+        ("RMSprop", 1, False),
+    ],
+)
+def test_torchs_own_load_restores_the_state_or_is_refused(
+    name: str, steps: int, is_refused: bool, tmp_path: Path
+) -> None:
+    make, _ = variant(name)
+    state, resumed = (build(make, seed=seed) for seed in (0, 1))
+    train(state, 0, 3)
+    save_dcp(tmp_path / "c", state)
+    train(resumed, 0, steps)
+    if is_refused:
+        with pytest.raises(CheckpointMismatchError, match="use load_dcp"):
+            dcp.load({"dcp": resumed}, checkpoint_id=tmp_path / "c")
+        return
+    dcp.load({"dcp": resumed}, checkpoint_id=tmp_path / "c")
+    assert_same_tensors(resumed, state)
+
+
+def test_state_that_the_optimizer_does_not_have_is_refused_before_anything_changes() -> None:
+    state, other = (build(variant(name)[0], seed=1) for name in ("Adam amsgrad", "Adam"))
+    train(state, 0, 3)
+    train(other, 0, 1)
+    before = {name: tensor.clone() for name, tensor in other.live_tensors().items()}
+    with pytest.raises(CheckpointMismatchError, match=r"embed\.weight\.max_exp_avg_sq.*the Adam"):
+        other.load_state_dict(state.state_dict())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.live_tensors().items())
 
 
 @pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)

@@ -4,6 +4,7 @@ is refused.
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,15 @@ class LocalMomentum(torch.optim.Optimizer):
                 local.sub_(state["average"] * group["lr"])
 
 
-def make(world_size: int, seed: int, steps: int = 0, **options: Any) -> DCPState:
+def make(
+    world_size: int, seed: int, steps: int = 0, kind: Any = LocalMomentum, **options: Any
+) -> DCPState:
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(4, 5), nn.Linear(5, 1)
     )  # some ranks have an empty shard of the last one
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    state = DCPState(model, LocalMomentum(model.parameters(), **options))
+    state = DCPState(model, kind(model.parameters(), **options))
     train(state, 0, steps)
     return state
 
@@ -132,6 +135,28 @@ def test_a_plain_tensor_of_ranks_shards_comes_back_at_any_world_size(tmp_path: P
             assert all(same(found, saved["averages"]) for found in result["averages"])
             if world_size == 2:
                 assert same(result["after"], saved["after"])
+
+
+def mapped(function: Any, nested: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: mapped(function, value) if isinstance(value, Mapping) else function(value)
+        for key, value in nested.items()
+    }
+
+
+def _hand_over(rank: int, world_size: int) -> None:
+    for kind in (LocalMomentum, torch.optim.RMSprop):
+        for part in (lambda tensor: tensor, local_tensor):
+            state = make(world_size, 0, steps=3, kind=kind)
+            fresh = make(world_size, 1, kind=kind)
+            fresh.load_state_dict(mapped(part, state.state_dict()))
+            for each in (state, fresh):
+                train(each, 3, 5)
+            assert same(weights(fresh), weights(state)), kind
+
+
+def test_a_fresh_optimizer_takes_state_in_memory_whole_or_in_parts() -> None:
+    run_ranks(_hand_over, 2)
 
 
 def _refused(rank: int, world_size: int, folder: str) -> str:
