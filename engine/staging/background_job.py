@@ -56,7 +56,7 @@ class Task:
         return self.outcome.exception()
 
     def complete(self, broken: BaseException | None) -> BaseException | None:
-        """Call the function and keep its outcome. Called in the thread of the job.
+        """Call the function and keep its outcome alone. Called in the thread of the job.
 
         After an error that broke the process group of the ranks (``broken``) the task fails without
         a call. Returns the error that has broken the group by now, if any.
@@ -73,6 +73,9 @@ class Task:
             self.outcome.set_exception(error)
             if collective_broke(error) or isinstance(error, WorkerLost):
                 return error
+        finally:
+            # What the function has read ends here, however long the outcome is kept.
+            del self.run
         return broken
 
 

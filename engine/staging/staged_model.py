@@ -173,8 +173,8 @@ def offload_base(
     copies: Mapping[int, Tensor],
     reader: Callable[[object], None],
 ) -> None:
-    """Give every view the copy of each frozen parameter of its base. Call it before the base is
-    freed.
+    """Give every view that reads its live base the copy of each frozen parameter. Call it before
+    the base is freed.
 
     Args:
         copies: id of a live tensor -> copy in host memory.
@@ -185,6 +185,9 @@ def offload_base(
         if not any(id(param) in copies for param in view.parameters()):
             continue
         with own.lock:
+            # After its export it reads nothing.
+            if not own.reads_live:
+                continue
             reader(view)
             _replace_tensors(view, copies)
 

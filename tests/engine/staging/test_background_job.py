@@ -1,6 +1,7 @@
 """Reports of a background job about its tasks, during the run and afterwards."""
 
 import threading
+import weakref
 
 import pytest
 
@@ -56,3 +57,17 @@ def test_no_task_is_begun_once_the_group_is_broken() -> None:
     assert job.wait(20) is JobState.FAILED and ran == []
     with pytest.raises(CheckpointWriteError, match=r"the task 1 was not begun: .*actors"):
         job.tasks[1].result()
+
+
+def test_a_task_that_has_ended_keeps_its_outcome_and_nothing_that_it_read() -> None:
+    class Buffers:
+        def write(self) -> int:
+            return 1
+
+    buffers = Buffers()
+    known = weakref.ref(buffers)
+    job = _job(buffers.write)
+    del buffers
+    job.start()
+    assert job.wait(20) is JobState.DONE and known() is None
+    assert job.tasks[0].result() == 1

@@ -32,6 +32,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.offloaded import host_copies
 from holdfast.engine.memory.tensors import local_tensor
 from holdfast.engine.staging import background_save, staged_state
+from holdfast.engine.staging.background_job import JobState
 from holdfast.engine.staging.staged_model import staged_model
 from holdfast.utils.errors import ConfigError, EngineOffloadedError
 from holdfast.utils.rng import seed_rng
@@ -380,6 +381,34 @@ def _leaves_an_export_its_base(rank: int, world_size: int, base: str, root: Path
 def test_an_export_in_the_background_keeps_the_frozen_base(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     run_ranks(_leaves_an_export_its_base, 2, str(tmp_path / "base"), tmp_path)
+
+
+def _is_pinned_once(rank: int, world_size: int, base: str, root: Path) -> None:
+    engine = make_engine(base, "lora")
+    step(engine)
+    kinds: list[Any] = ["hf", "peft"]
+    for kind in kinds:
+        engine.save(SaveLoadMeta(str(root / kind), kind, False), blocking=False)
+        background = engine._background
+        assert background is not None and background._job is not None
+        assert background._job.wait(stretched(30)) is JobState.DONE
+        engine.offload()
+        assert engine._offload is not None
+        n_kept = len(engine._offload._kept)
+        for _ in range(2):
+            engine.onload()
+            engine.offload()
+        assert len(engine._offload._kept) == n_kept, kind
+        engine.onload()
+        engine.wait_for_save()
+    engine.destroy()
+
+
+def test_an_export_that_has_ended_keeps_no_host_memory_from_later_offloads(
+    tmp_path: Path,
+) -> None:
+    write_base(tmp_path / "base")
+    run_ranks(_is_pinned_once, 1, str(tmp_path / "base"), tmp_path)
 
 
 def _is_guarded(rank: int, world_size: int, base: str, root: Path) -> None:
