@@ -11,7 +11,7 @@ small: every rank gathers or reads all of them. All methods of PEFT that adapt l
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ def save_adapters(
     options: HFExportOptions,
     *,
     group: RankGroup = None,
+    finish: Callable[[], None] | None = None,
 ) -> None:
     """Write the adapters of a model as a new PEFT folder. Every rank of ``group`` calls this.
 
@@ -67,6 +68,7 @@ def save_adapters(
         options: ``dtype``, ``tokenizer`` and ``processor`` are used. Without a dtype the adapters
             stay as they are.
         group: control group.
+        finish: called on every rank when the adapters are read and nothing is visible yet.
 
     Raises:
         CheckpointMismatchError: see `adapter_tensors`.
@@ -76,6 +78,8 @@ def save_adapters(
     folder = require_local(path, "saving adapters", "give a local folder, and upload it then")
     with staged_folder(folder, group) as staging:
         write_adapters(model, staging, options, group=group)
+        if finish is not None:
+            finish()
 
 
 def write_adapters(

@@ -134,14 +134,20 @@ def export_hf(
     options: HFExportOptions,
     *,
     group: RankGroup,
+    finish: Callable[[], None] | None = None,
 ) -> None:
-    """`save_hf` with its options in one object."""
+    """`save_hf` with its options in one object.
+
+    ``finish`` is called on every rank when the weights are read and nothing is visible yet.
+    """
     folder = local_folder(path)
     if folder is None:
-        _export_to_url(model, os.fspath(path), options, group)
+        _export_to_url(model, os.fspath(path), options, group, finish)
         return
     with staged_folder(folder, group) as staging:
         write_hf(model, staging, options, group=group)
+        if finish is not None:
+            finish()
 
 
 def _export_to_url(
@@ -149,6 +155,7 @@ def _export_to_url(
     url: str,
     options: HFExportOptions,
     group: RankGroup,
+    finish: Callable[[], None] | None,
 ) -> None:
     started = time.monotonic()
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
@@ -166,6 +173,9 @@ def _export_to_url(
         rank_zero_decides(partial(upload.require_absent, remote, weights), group)
 
         entries = _write_planned(plan, model, staging, options, WeightWriter(staging), group)
+        with all_ranks_succeed(f"finishing {remote.url}", group):
+            if finish is not None:
+                finish()
         rank_zero_decides(partial(upload.begin, remote, staging), group)
 
         # Each rank uploads the files that it describes.

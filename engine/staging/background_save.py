@@ -8,6 +8,7 @@ export would fail, with a log line.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 
@@ -79,11 +80,23 @@ class BackgroundSave:
                 model = staged_model(self._model, values["model"])
                 write = self._exporter(meta, model, base_dtype)
 
+        # Nothing is written before all ranks have their threads.
+        started = Future[None]()
+        task = Task("save", partial(_write_after, started, write))
+        job = BackgroundJob("background save", [task], daemon=False)
+        try:
+            with all_ranks_succeed(f"starting to write {without_secrets(meta.path)}", self._group):
+                job.start()
+        except BaseException:
+            started.cancel()
+            self._staging.wait()  # a copy may be under way
+            self._staging.done()
+            raise
+        started.set_result(None)
+
         # The end of the thread frees the buffers, also after an error.
-        task = Task("save", partial(_logging_failure, write))
-        self._job = BackgroundJob("background save", [task], daemon=False)
-        self._job.call_at_end(self._staging.done)
-        self._job.start()
+        job.call_at_end(self._staging.done)
+        self._job = job
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises the error of the save, once."""
@@ -126,11 +139,15 @@ class BackgroundSave:
         # An offload of the frozen base waits for this.
         group = self._background_group
         with reading_base(model, group):
-            export(model, path, options, group=group)
+            # A change that overlapped the copy may show only at the end (see `Staging.finish`).
+            export(model, path, options, group=group, finish=self._staging.finish)
 
 
-def _logging_failure(write: Callable[[], None]) -> None:
-    """Call ``write`` and log an error at once: the process may end without asking for it."""
+def _write_after(started: Future[None], write: Callable[[], None]) -> None:
+    """Call ``write`` when all ranks have ``started``. An error of it is logged at once: the process
+    may end without asking for it.
+    """
+    started.result()
     try:
         write()
     except BaseException as error:

@@ -236,6 +236,11 @@ def write_export(session: "RankSession", holder: Any, folder: str, in_background
                 session.finish_staging([capture.name])
         with reading_base(capture.model, group):
             capture.write(capture.model, Path(folder), capture.options, group=group)
+
+        # A change that overlapped the copy may show only now (see `Staging.finish`).
+        if in_background:
+            with all_ranks_succeed("finishing the export", group):
+                session.finish_staging([capture.name])
     finally:
         session.written()
 

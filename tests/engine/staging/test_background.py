@@ -24,7 +24,7 @@ from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.hf.save import save_hf
 from holdfast.engine.staging import background_save as background_save
-from holdfast.engine.staging.background_job import JobState
+from holdfast.engine.staging.background_job import BackgroundJob, JobState
 from holdfast.engine.staging.background_save import BackgroundSave
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.training.counters import EngineCounters
@@ -224,6 +224,33 @@ def _failures(rank: int, world_size: int, model: str, root: Path) -> list[str]:
     engine.destroy()
     assert [thread.name for thread in threading.enumerate() if "save" in thread.name] == []
     return told
+
+
+def _no_thread(_: BackgroundJob) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def _cannot_start(rank: int, world_size: int, model: str, root: Path) -> str:
+    engine = make_engine(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(BackgroundJob, "start", _no_thread)
+        with pytest.raises((RuntimeError, PeerError)) as error:
+            engine.save(SaveLoadMeta(str(root / "never"), "hf", False), blocking=False)
+    engine.wait_for_save()
+    engine.save(SaveLoadMeta(str(root / "next"), "hf", False), blocking=False)
+    engine.destroy()
+    return str(error.value)
+
+
+def test_a_save_whose_thread_cannot_be_started_is_refused_on_every_rank_and_the_next_is_made(
+    tmp_path: Path,
+) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    other, failing = run_ranks(_cannot_start, 2, str(tmp_path / "model"), tmp_path)
+    assert failing == "can't start new thread"
+    assert "rank 1: RuntimeError: can't start new thread" in other
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "next"]
 
 
 def _no_room(*_: object, **__: object) -> None:

@@ -15,16 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine import SaveLoadMeta, changing_weights
+from holdfast.engine.api import WeightFormat
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.lora.adapters import adapted_layers
 from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.engine.staging import background_save, staged_state
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.utils.errors import PeerError, TornSnapshotError
+from holdfast.utils.errors import CheckpointWriteError, PeerError, TornSnapshotError
+from holdfast.utils.remote import RemoteFolder
 from tests.engine.lora.engines import lora_engine, train, write_base
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.helpers import ON_DEVICES, run_ranks
+from tests.helpers import ON_DEVICES, run_ranks, unique_name
 from tests.limits import stretched
 from tests.recover.runs import (
     SPEC,
@@ -292,6 +294,44 @@ def test_a_save_in_the_background_is_never_torn_either(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     run_ranks(_torn_saves, 1, str(tmp_path / "model"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "model"]
+
+
+def _torn_until_the_end(rank: int, world_size: int, root: Path) -> None:
+    engine = lora_engine(root / "base")
+    train(engine, 1)
+    url = f"memory://{unique_name(root)}/out"
+    writers: dict[str, WeightFormat] = {
+        str(root / "hf"): "hf",
+        url: "hf",
+        str(root / "peft"): "peft",
+    }
+    for path, kind in writers.items():
+        name = {"hf": "export_hf", "peft": "save_adapters"}[kind]
+        export: Callable[..., None] = getattr(background_save, name)
+
+        @torch.no_grad()
+        def disturbed(*args: Any, export: Any = export, **kwargs: Any) -> None:
+            for parameter in engine.model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1)
+            export(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(background_save, name, disturbed)
+            meta = SaveLoadMeta(path, kind, False)
+            engine.save(meta, blocking=False)
+            with pytest.raises(TornSnapshotError):
+                engine.wait_for_save()
+    assert RemoteFolder(url, setting="path", error=CheckpointWriteError).names() == []
+    engine.destroy()
+
+
+def test_an_export_that_shows_a_change_only_at_its_end_does_not_become_visible(
+    tmp_path: Path,
+) -> None:
+    write_base(tmp_path / "base")
+    run_ranks(_torn_until_the_end, 1, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def _merge(engine: Any, factor: float) -> None:

@@ -26,7 +26,13 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import exports as export_writing
 from holdfast.recover.saving.snapshot import RankSession
 from holdfast.utils.distributed import collective_broke
-from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted
+from holdfast.utils.errors import (
+    CheckpointWriteError,
+    ConfigError,
+    PeerError,
+    Preempted,
+    TornSnapshotError,
+)
 from tests.engine.hf.test_export import _contents, _tokenizer
 from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -320,6 +326,27 @@ def test_wait_and_close_tell_of_an_export_that_failed_in_the_background(tmp_path
         with pytest.raises(CheckpointWriteError, match="hf"):
             call(handler)
         handler.close()
+
+
+def test_an_export_that_shows_a_change_only_at_its_end_does_not_become_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, handler = Trainer(tmp_path), make(tmp_path, async_save=True)
+    write: Callable[..., Any] = export_writing.write_hf
+
+    @torch.no_grad()
+    def disturbed(*args: Any, **kwargs: Any) -> Any:
+        next(trainer.model.parameters()).mul_(1)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(export_writing, "write_hf", disturbed)
+    handler.load(trainer.state)
+    trainer.step(0)
+    handler.dump(trainer.state, step_info(0))
+    with pytest.raises(TornSnapshotError, match="changing_weights"):
+        handler.wait()
+    handler.close()
+    assert exports(tmp_path) == exports(tmp_path, hidden=True) == []
 
 
 @pytest.mark.slow
