@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from holdfast.utils.errors import FolderInUseError
 from holdfast.utils.folder_lock import FolderLock
 from tests.helpers import PRELOAD
+from tests.limits import stretched
 
 
 def acquire(lock: FolderLock, timeout_s: float) -> None:
@@ -85,7 +86,7 @@ class Job:
         self.pipe.send((command, args))
 
     def result(self, timeout_s: float = 20) -> tuple[str, Any]:
-        assert self.pipe.poll(timeout_s), "the job does not answer"
+        assert self.pipe.poll(stretched(timeout_s)), "the job does not answer"
         return self.pipe.recv()
 
     def do(self, command: Callable[..., Any], *args: Any) -> tuple[str, Any]:

@@ -372,7 +372,8 @@ def test_an_update_cut_off_at_any_call_is_completed_by_another_publisher(
         # the new version is served by then, and the old one may stay
         late = pytest.raises(SlowServerError) if call < 6 else nullcontext()
         with late:
-            VLLMServer(fake.url, timeout_s=0.5).update_adapters_from_disk(folder, version)
+            hasty = VLLMServer(fake.url, timeout_s=stretched(0.5))
+            hasty.update_adapters_from_disk(folder, version)
         fake.wake()
         fake.tell()
         later = VLLMServer(fake.url)  # a client of the publisher's next life

@@ -252,7 +252,7 @@ def test_a_completion_that_is_cut_off_is_asked_for_again(
     folder = publish_hashed(tmp_path / "w", 2)
 
     async def kill_meanwhile() -> ModelResponse:
-        flying = asyncio.create_task(server.agenerate(request(max_new_tokens=100)))
+        flying = asyncio.create_task(server.agenerate(request(max_new_tokens=10_000)))
         await generated(fake, 20)
         await asyncio.to_thread(fake.restart)
         return await flying

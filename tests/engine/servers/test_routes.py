@@ -77,11 +77,12 @@ def test_tokens_keep_the_experts_of_the_weights_that_sampled_them(
     kind: str, fake: FakeServer, tmp_path: Path
 ) -> None:
     server = serving(kind, fake, tmp_path)
+    # Before the request, which must not end first.
+    folder = publish_hashed(tmp_path / "w", 2, ROUTES.config)
 
     async def update_meanwhile() -> ModelResponse:
-        flying = asyncio.create_task(server.agenerate(asked(0, 200)))
+        flying = asyncio.create_task(server.agenerate(asked(0, 600)))
         await generated(fake, 50)
-        folder = publish_hashed(tmp_path / "w", 2, ROUTES.config)
         await asyncio.to_thread(server.update_weights_from_disk, folder, 2)
         return await flying
 

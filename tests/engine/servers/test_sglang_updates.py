@@ -28,6 +28,7 @@ from holdfast.utils.errors import (
 from holdfast.utils.manifest import MANIFEST_NAME, verify_folder
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed, publish_model, step, tiny_model
+from tests.limits import stretched
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
@@ -231,8 +232,10 @@ def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(
         folder = publish_hashed(tmp_path / "w", version)
         fake.tell(at_call=call, does="stop", when=when)
         with pytest.raises(SlowServerError):
-            SGLangServer(fake.url, timeout_s=0.5).update_weights_from_disk(folder, version)
+            hasty = SGLangServer(fake.url, timeout_s=stretched(0.5))
+            hasty.update_weights_from_disk(folder, version)
         fake.wake()
+        fake.tell()  # also if it was cut off at an earlier call
         server.update_weights_from_disk(folder, version)
         assert server.status() == ServerStatus(
             weights_label(folder, version), paused=False
