@@ -393,7 +393,8 @@ class DCPState(TorchStateful):
                 others[name] = local
         if self.optimizer is not None:
             rest = given.keys() - live.keys()
-            optim.check_given(self.optimizer, rest, read_in_place=not others)
+            read_in_place = not others and not proposed
+            optim.check_given(self.optimizer, rest, read_in_place=read_in_place)
 
         # From here on the state changes.
         stored.adopt_state(proposed, values)

@@ -159,6 +159,28 @@ def test_a_fresh_optimizer_takes_state_in_memory_whole_or_in_parts() -> None:
     run_ranks(_hand_over, 2)
 
 
+def _one_row(seed: int, steps: int) -> DCPState:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 1, bias=False)
+    fully_shard(model)
+    state = DCPState(model, torch.optim.RMSprop(model.parameters()))
+    train(state, 0, steps)
+    return state
+
+
+def _hand_over_a_row(rank: int, world_size: int) -> None:
+    state = _one_row(0, steps=3)
+    fresh = _one_row(1, steps=0)
+    fresh.load_state_dict(state.state_dict())
+    for each in (state, fresh):
+        train(each, 3, 5)
+    assert same(weights(fresh), weights(state))
+
+
+def test_a_rank_without_any_element_takes_state_in_memory_like_the_others() -> None:
+    run_ranks(_hand_over_a_row, 2)
+
+
 def _refused(rank: int, world_size: int, folder: str) -> str:
     state = make(world_size, 0, steps=1, block=4)
     with pytest.raises((ConfigError, PeerError)) as refused:
