@@ -48,6 +48,7 @@ Json = dict[str, Any]
 _CONNECT_TIMEOUT_S = 5.0
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
+_MANY_FILES = 65_536
 _BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 _KEEPALIVE_S = 2.0
 """Servers close idle connections after 5 s (default of uvicorn). A request on a closing connection
@@ -175,7 +176,7 @@ class Calls:
 
 class Connections:
     """Connections for completions, with the bearer token ``key`` and one pool per event loop. Each
-    request in flight has its own, so this process may open as many files as the system allows.
+    request in flight has its own, so the limit of open files is raised.
 
     ``unanswered`` counts the requests since the last answer that took too long.
     """
@@ -380,10 +381,17 @@ def _no_files(error: BaseException | None) -> OSError | None:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files as far as this process may. It is often 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise the limit of open files, which is often 1,024. Not to the millions that a container may
+    allow: programs that close every possible file would take minutes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
     with suppress(OSError, ValueError):  # a system may refuse it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _require_success(
