@@ -87,16 +87,17 @@ class BackgroundSave:
         try:
             with all_ranks_succeed(f"starting to write {without_secrets(meta.path)}", self._group):
                 job.start()
+            self._job = job
+            started.set_result(None)
         except BaseException:
-            started.cancel()
-            self._staging.wait()  # a copy may be under way
-            self._staging.done()
+            if started.cancel():  # nothing will be written
+                self._job = None
+                self._staging.wait()  # a copy may be under way
+                self._staging.done()
             raise
-        started.set_result(None)
 
         # The end of the thread frees the buffers, also after an error.
         job.call_at_end(self._staging.done)
-        self._job = job
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises the error of the save, once."""

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,27 +22,39 @@ import torch
 from holdfast.engine import FSDPEngine, SaveLoadMeta, changing_weights
 from holdfast.engine.memory import offloaded
 from holdfast.engine.memory.tensors import local_tensor
-from holdfast.engine.staging import host_buffers, offload, staged_model, staged_state
+from holdfast.engine.staging import (
+    background_save,
+    host_buffers,
+    offload,
+    staged_model,
+    staged_state,
+)
 from holdfast.engine.staging.staged_model import exportable_model
 from holdfast.utils.errors import EngineOffloadedError
 from tests.engine.lora.engines import write_base
 from tests.engine.staging.test_offload import contents, make_engine, same, step, values_of
 from tests.helpers import run_ranks
 
-FILES = {
+OFFLOAD_FILES = {
     module.__file__ for module in (offload, offloaded, host_buffers, staged_model, staged_state)
 }
+SAVE_FILES = {background_save.__file__}
 
 
 Line = tuple[str, int]
 
 
-def trace_lines(call: Callable[[], object], at_line: Callable[[Line], None], opcodes: bool) -> None:
-    """Call ``at_line`` before each line (or bytecode) of `FILES` that ``call`` runs."""
+def trace_lines(
+    call: Callable[[], object],
+    at_line: Callable[[Line], None],
+    opcodes: bool,
+    files: Container[object],
+) -> None:
+    """Call ``at_line`` before each line (or bytecode) of ``files`` that ``call`` runs."""
     wanted = "opcode" if opcodes else "line"
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = opcodes
         if event == wanted:
@@ -55,19 +68,28 @@ def trace_lines(call: Callable[[], object], at_line: Callable[[Line], None], opc
         sys.settrace(None)
 
 
-def moments_of(call: Callable[[], object], opcodes: bool) -> list[int]:
+def moments_of(
+    call: Callable[[], object],
+    opcodes: bool = False,
+    files: Container[object] = OFFLOAD_FILES,
+) -> list[int]:
     """Numbers of the lines that ``call`` runs: of each distinct line the first time and the last
     time.
     """
     lines = list[Line]()
-    trace_lines(call, lines.append, opcodes)
+    trace_lines(call, lines.append, opcodes, files)
     times = defaultdict[Line, list[int]](list)
     for number, line in enumerate(lines):
         times[line].append(number)
     return sorted({some[index] for some in times.values() for index in (0, -1)})
 
 
-def interrupt(call: Callable[[], object], moment: int, opcodes: bool) -> bool:
+def interrupt(
+    call: Callable[[], object],
+    moment: int,
+    opcodes: bool = False,
+    files: Container[object] = OFFLOAD_FILES,
+) -> bool:
     """Raise KeyboardInterrupt before the line of this number that ``call`` runs. Returns whether it
     came so far.
     """
@@ -78,7 +100,7 @@ def interrupt(call: Callable[[], object], moment: int, opcodes: bool) -> bool:
             raise KeyboardInterrupt
 
     try:
-        trace_lines(call, at_line, opcodes)
+        trace_lines(call, at_line, opcodes, files)
     except KeyboardInterrupt:
         return True
     return False
@@ -164,6 +186,35 @@ def test_an_interrupt_at_any_line_of_offload_and_onload_loses_no_bit(
     write_base(tmp_path)
     [counts] = run_ranks(_is_interrupted, 1, str(tmp_path), kind, opcodes, timeout_s=280)
     assert min(counts) > 30, "many lines were interrupted"
+
+
+def _save_is_interrupted(rank: int, world_size: int, base: str, root: Path) -> int:
+    engine = make_engine(base, "full")
+    step(engine)
+    gc.freeze()
+
+    def save(name: str) -> None:
+        engine.save(SaveLoadMeta(str(root / name), "hf", False), blocking=False)
+
+    save("first")
+    moments = moments_of(partial(save, "counted"), files=SAVE_FILES)
+    for moment in moments:
+        interrupt(partial(save, f"interrupted {moment}"), moment, files=SAVE_FILES)
+        engine.wait_for_save()
+    save("last")
+    engine.destroy()
+    assert [thread.name for thread in threading.enumerate() if "save" in thread.name] == []
+    for path in [root / "last", *root.glob("interrupted *")]:
+        assert contents(path) == contents(root / "first")
+    return len(moments)
+
+
+def test_an_interrupt_at_any_line_of_the_start_of_a_save_leaves_nothing_half_written(
+    tmp_path: Path,
+) -> None:
+    write_base(tmp_path / "base")
+    [count] = run_ranks(_save_is_interrupted, 1, str(tmp_path / "base"), tmp_path)
+    assert count > 20, "many lines were interrupted"
 
 
 def _gets_signals(rank: int, world_size: int, base: str, root: Path) -> int:
