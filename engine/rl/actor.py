@@ -131,7 +131,10 @@ class PPOActor:
 
         Raises:
             ConfigError: the engine has no adapters. Use another engine with the reference weights.
+            BatchError: see `validate_batch`.
         """
+        with all_ranks_accept(self.engine):
+            validate_batch(batch)
         own = {key: entry for key, entry in batch.items() if key != ROUTES}
         with self.engine.adapters_off():
             return self.compute_logp(own)

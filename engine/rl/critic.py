@@ -43,8 +43,10 @@ class PPOCritic:
         forward pass.
 
         ``last_values`` ``[B]`` float32 is the value after the last token, used by
-        `PPOActorConfig.bootstrap_truncated`.
+        `PPOActorConfig.bootstrap_truncated`. Raises BatchError (see `validate_batch`).
         """
+        with all_ranks_accept(self.engine):
+            validate_batch(batch)
         self.engine.eval()
         after = self.engine.forward_batch(batch)  # value after each token
 

@@ -202,6 +202,8 @@ def _learning(rank: int, world_size: int, path: str) -> list[float]:
     mine = share_of(global_batch(), rank, world_size)
     ready = actor.compute_advantages(mine)
     margins = []
+    as_list: Any = [mine]
+    assert "the batch is a list" in raises_batch_error(lambda: actor.compute_ref_logp(as_list))
     for _ in range(8):
         logp = actor.compute_logp(mine) * ready["loss_mask"]
         sums = actor.engine.all_reduce_stats({"margin": float((logp * ready["advantages"]).sum())})
@@ -229,6 +231,8 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
     assert torch.equal(values[:, 1:], raw[:, :-1] * mask[:, 1:]) and not bool(values[:, 0].any())
 
     lengths = mask.sum(1)
+    as_list: Any = [mine]
+    assert "the batch is a list" in raises_batch_error(lambda: critic.with_values(as_list))
     last_values = critic.with_values(mine)["last_values"]
     assert last_values.tolist() == [float(raw[i, n - 1]) for i, n in enumerate(lengths)]
     truncated = torch.arange(len(lengths)) % 2 == 0
