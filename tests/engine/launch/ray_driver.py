@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 
 from holdfast.engine.launch import RayServers
-from tests.engine.launch.stand_in import LIMITS, stand_in_spec
+from tests.engine.launch.stand_in import quick_limits, stand_in_spec
 from tests.limits import stretched, wait_until
 from tests.ray_helpers import start_ray, worker_environment
 
@@ -25,7 +25,7 @@ def main(address: str, folder: Path) -> None:
     spec = stand_in_spec(folder)
     if (folder / "starting").exists():
         spec = stand_in_spec(folder, environment={"FAKE_VLLM_SLOW": "600"})
-    with RayServers(spec, 2, folder / "servers", limits=LIMITS) as servers:
+    with RayServers(spec, 2, folder / "servers", limits=quick_limits()) as servers:
         if not (folder / "starting").exists():
             servers.wait_until_up(stretched(60))
         wait_until(lambda: len(servers.pids()) == 2, 60)

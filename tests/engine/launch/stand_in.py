@@ -9,8 +9,11 @@ from holdfast.engine.launch import ServerSpec, WatchLimits
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[3]
-LIMITS = WatchLimits(max_restarts=50, hang_timeout_s=stretched(1.5), stop_timeout_s=0.5)
-"""Limits of quick tests."""
+
+
+def quick_limits() -> WatchLimits:
+    """Limits of quick tests, stretched by the load of this moment and not of the collection."""
+    return WatchLimits(max_restarts=50, hang_timeout_s=stretched(1.5), stop_timeout_s=0.5)
 
 
 def stand_in_environment(**variables: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.engine.workers.placement import Placement, PlacementRequest
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.processes import ProcessId, processes_of_group
-from tests.engine.launch.stand_in import LIMITS, ROOT, stand_in_spec
+from tests.engine.launch.stand_in import ROOT, quick_limits, stand_in_spec
 from tests.engine.servers.scripted import write_published
 from tests.limits import stretched, wait_until
 from tests.ray_clusters import NODE, cluster_of, kill_node, node_of
@@ -60,7 +60,7 @@ def often() -> Iterator[None]:
 def launched(folder: Path, count: int, **options: Any) -> Iterator[RayServers]:
     """Servers that answer."""
     spec = stand_in_spec(folder)
-    with RayServers(spec, count, folder / "servers", limits=LIMITS, **options) as servers:
+    with RayServers(spec, count, folder / "servers", limits=quick_limits(), **options) as servers:
         servers.wait_until_up(stretched(START_S))
         wait_until(lambda: len(servers.pids()) == count)
         yield servers
@@ -127,7 +127,7 @@ def test_a_cluster_without_enough_gpus_is_an_error_that_says_what_is_missing(
 ) -> None:
     spec = stand_in_spec(tmp_path, tensor_parallel_size=3)
     with (
-        RayServers(spec, 1, tmp_path / "servers", limits=LIMITS) as servers,
+        RayServers(spec, 1, tmp_path / "servers", limits=quick_limits()) as servers,
         pytest.raises(ConfigError, match=r"needs 1 x {'CPU': 1, 'GPU': 3}.* have .*'GPU': 2"),
     ):
         servers.wait_until_up(stretched(START_S))
@@ -226,7 +226,7 @@ def test_an_environment_without_the_server_is_an_error_on_ray(
 ) -> None:
     spec = ServerSpec("vllm", "/model", python="/nowhere/python")
     with (
-        RayServers(spec, 1, tmp_path / "servers", limits=LIMITS) as servers,
+        RayServers(spec, 1, tmp_path / "servers", limits=quick_limits()) as servers,
         pytest.raises(ConfigError, match="there is no program /nowhere/python"),
     ):
         servers.wait_until_up(stretched(START_S))

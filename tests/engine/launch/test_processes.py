@@ -28,7 +28,7 @@ from holdfast.engine.servers import ModelRequest, ServerFleet, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters
 from holdfast.utils.errors import ConfigError, NoServerError, RolloutError, ServerError
 from holdfast.utils.processes import processes_of_group
-from tests.engine.launch.stand_in import LIMITS, stand_in_spec
+from tests.engine.launch.stand_in import quick_limits, stand_in_spec
 from tests.engine.servers.scripted import write_published
 from tests.limits import stretched, wait_until
 from tests.recover.triggers.jobs import job
@@ -59,7 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def launched(folder: Path) -> Iterator[ServerProcesses]:
     """One server that answers, of all tests that leave one."""
-    with ServerProcesses(stand_in_spec(folder), 1, folder / "servers", limits=LIMITS) as processes:
+    with ServerProcesses(
+        stand_in_spec(folder), 1, folder / "servers", limits=quick_limits()
+    ) as processes:
         processes.wait_until_up(stretched(START_S))
         yield processes
 
@@ -201,7 +203,7 @@ def test_a_server_that_ends_at_its_first_start_is_an_error_with_the_end_of_its_l
     spec = stand_in_spec(tmp_path)
     (tmp_path / "ends").write_text("there are no GPUs here")
     with (
-        ServerProcesses(spec, 1, tmp_path / "servers", limits=LIMITS) as processes,
+        ServerProcesses(spec, 1, tmp_path / "servers", limits=quick_limits()) as processes,
         closing(ServerFleet(processes, probe_interval_s=0.1)) as fleet,
     ):
         with pytest.raises(ConfigError, match="ended with exit code 3") as caught:
@@ -221,7 +223,7 @@ def test_a_flag_that_the_server_does_not_know_is_an_error_with_the_end_of_its_lo
 ) -> None:
     spec = stand_in_spec(tmp_path, extra_flags=["--no-such-flag"])
     with (
-        ServerProcesses(spec, 1, tmp_path / "servers", limits=LIMITS) as processes,
+        ServerProcesses(spec, 1, tmp_path / "servers", limits=quick_limits()) as processes,
         pytest.raises(ConfigError, match="unrecognized arguments: --no-such-flag"),
     ):
         processes.wait_until_up(stretched(START_S))
@@ -263,7 +265,7 @@ def test_a_server_whose_port_was_taken_is_started_on_another_one(
             program_module, "_free_port", lambda host: ports.pop() if ports else free_port(host)
         )
         with ServerProcesses(
-            stand_in_spec(tmp_path), 1, tmp_path / "servers", limits=LIMITS
+            stand_in_spec(tmp_path), 1, tmp_path / "servers", limits=quick_limits()
         ) as processes:
             wait_until(lambda: not ports)
             processes.wait_until_up(stretched(START_S))
@@ -278,7 +280,7 @@ def test_a_server_serves_without_a_log_if_none_can_be_written(
     folder = tmp_path / "servers"
     folder.mkdir()
     (folder / socket.gethostname()).write_text("a file where the folder should be")
-    with ServerProcesses(stand_in_spec(tmp_path), 1, folder, limits=LIMITS) as processes:
+    with ServerProcesses(stand_in_spec(tmp_path), 1, folder, limits=quick_limits()) as processes:
         processes.wait_until_up(stretched(START_S))
     assert "server_0 runs without a log" in caplog.text
 
@@ -288,7 +290,7 @@ def test_nothing_is_left_running_if_the_servers_cannot_be_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = stand_in_spec(tmp_path)
-    with ServerProcesses(spec, 1, tmp_path / "servers", limits=LIMITS) as processes:
+    with ServerProcesses(spec, 1, tmp_path / "servers", limits=quick_limits()) as processes:
         processes.wait_until_up(stretched(START_S))
         group = group_of(processes)
 
@@ -343,7 +345,9 @@ def test_slow_looks_at_servers_do_not_delay_the_sign_of_life(
 
 
 def test_keys_in_a_log_are_for_its_owner_and_in_no_message(tmp_path: Path) -> None:
-    server = watched_module.WatchedServer(0, ServerSpec("vllm", "/m"), tmp_path, LIMITS, no_launch)
+    server = watched_module.WatchedServer(
+        0, ServerSpec("vllm", "/m"), tmp_path, quick_limits(), no_launch
+    )
     keys = [server.identity.key, server.identity.admin_key]
     run = LocalRun(Program("server_0", lambda *_: ["echo", *keys], {}, tmp_path, 0.5), "127.0.0.1")
     server.run = run
@@ -360,7 +364,7 @@ def test_the_keys_of_sglang_are_in_a_file_of_its_user_and_not_on_its_command_lin
     python.chmod(0o700)
     folder = tmp_path / "servers"
     spec = ServerSpec("sglang", "/model", str(python))
-    with ServerProcesses(spec, 1, folder, limits=LIMITS) as processes:
+    with ServerProcesses(spec, 1, folder, limits=quick_limits()) as processes:
         wait_until(processes.pids)
         (file,) = (folder / socket.gethostname()).glob("*.yaml")
 
@@ -455,7 +459,7 @@ def test_nothing_is_started_while_the_trainer_has_the_memory(
 
 def test_a_server_that_is_starting_ends_while_the_trainer_has_the_memory(tmp_path: Path) -> None:
     spec = stand_in_spec(tmp_path, environment={"FAKE_VLLM_SLOW": "600"})
-    with ServerProcesses(spec, 1, tmp_path / "servers", limits=LIMITS) as processes:
+    with ServerProcesses(spec, 1, tmp_path / "servers", limits=quick_limits()) as processes:
         wait_until(processes.pids)
         group = group_of(processes)
         processes.hold(True)
@@ -469,7 +473,9 @@ def test_a_server_that_is_starting_ends_while_the_trainer_has_the_memory(tmp_pat
 
 
 def run_servers(pipe: Connection, folder: Path) -> None:
-    with ServerProcesses(stand_in_spec(folder), 1, folder / "servers", limits=LIMITS) as processes:
+    with ServerProcesses(
+        stand_in_spec(folder), 1, folder / "servers", limits=quick_limits()
+    ) as processes:
         processes.wait_until_up(stretched(START_S))
         pipe.send(group_of(processes))
         pipe.poll(600)
@@ -556,9 +562,10 @@ def test_a_server_is_asked_again_before_it_counts_as_silent(
     def never(program: Program, run: Run | None) -> Run:
         raise AssertionError("nothing is started")
 
-    server = WatchedServer(0, stand_in_spec(folder), folder, LIMITS, never)
+    limits = quick_limits()
+    server = WatchedServer(0, stand_in_spec(folder), folder, limits, never)
     server.client = VLLMServer("http://127.0.0.1:9")
-    limit_s = LIMITS.hang_timeout_s
+    limit_s = limits.hang_timeout_s
     monkeypatch.setattr(server, "_answers", lambda: False)
     assert server._hang(1000.0) is None
     assert server._hang(1000.0 + limit_s / 2) is None

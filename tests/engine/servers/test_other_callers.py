@@ -23,8 +23,11 @@ from tests.limits import stretched, wait_until
 pytestmark = pytest.mark.timeout(90)
 
 LIMIT_S = stretched(20)
-TOKEN_S = stretched(1.0)
-"""Time for the one token."""
+
+
+def token_s() -> float:
+    """Time for the one token."""
+    return stretched(1.0)
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -60,8 +63,8 @@ def ask_for_token(fake: FakeServer, client: Any) -> "Future[None]":
     """Ask for one token, on a thread. Returns once the request has reached the server."""
     path = "/inference/v1/generate" if fake._kind == "vllm" else "/generate"
     before = fake.calls().count(f"POST {path}")
-    fake.tell(slow={path: TOKEN_S / 4})
-    asked = on_daemon_thread(partial(client.require_token, TOKEN_S), "one token")
+    fake.tell(slow={path: token_s() / 4})
+    asked = on_daemon_thread(partial(client.require_token, token_s()), "one token")
     wait_until(lambda: fake.calls().count(f"POST {path}") > before)
     return asked
 
@@ -88,7 +91,7 @@ def test_a_server_that_is_updated_while_it_is_asked_for_a_token_does_not_hang(
     asked = ask_for_token(fake, client)
     trainer = copy_of(client)
     pause(trainer)
-    late = threading.Timer(TOKEN_S, partial(load, trainer, tmp_path, 3))
+    late = threading.Timer(token_s(), partial(load, trainer, tmp_path, 3))
     late.start()
     assert asked.exception(LIMIT_S) is None
     late.join()
@@ -98,7 +101,7 @@ def test_a_server_whose_engine_hangs_is_found_out(fake: FakeServer, client: Any)
     path = "/inference/v1/generate" if fake._kind == "vllm" else "/generate"
     fake.tell(slow={path: 600.0})
     with pytest.raises(SlowServerError, match="asked for one token"):
-        client.require_token(TOKEN_S)
+        client.require_token(token_s())
     fake.tell()
 
 
