@@ -74,7 +74,7 @@ class Task:
             if collective_broke(error) or isinstance(error, WorkerLost):
                 return error
         finally:
-            # What the function has read ends here, however long the outcome is kept.
+            # Free what the function holds, also if the outcome is kept for long.
             del self.run
         return broken
 

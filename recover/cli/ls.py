@@ -85,11 +85,11 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     else:
         click.echo(f"{place.where} has no generation yet")
 
-    # What was recorded since the newest one.
+    # What logs hold since the newest generation.
     for log in logs:
         click.echo(log_line(log))
 
-    # What is no generation that could be resumed from.
+    # Folders from which no run can resume.
     for step in others["damaged_steps"]:
         click.echo(f"step {step}: its copy was found damaged")
     for staged in others["being_written"]:
@@ -146,7 +146,7 @@ def _explain_retention(store: GenerationStore, entries: list[Entry]) -> None:
     start = last_start(store.root.parent)
     pins = store.pins()
 
-    # The rules are those of the last start. Damaged generations count for none of them.
+    # The rules are those of the last start. None of them counts damaged generations.
     sound: dict[int, Any] = {}
     for entry in entries:
         if entry["problem"] is None:

@@ -174,7 +174,7 @@ def _check(
     if force:
         return
 
-    # The newest first. Those that are damaged are no loss, and are told of.
+    # The newest comes first. A damaged generation is reported, and no loss.
     damage: list[str] = []
     for generation in store.generations():
         problem = _problem(store, generation.path, damage_of)
@@ -293,7 +293,7 @@ def _how_to_resume(folder: Folder) -> dict[str, Any]:
         found["first"] = f"holdfast mirror pull {quote(mirror)} RUN --step {step}"
         return found
 
-    # On this machine: what the run has beside it decides what a start does.
+    # On this machine newer generations and a mirror decide what a start loads.
     run = Run(str(folder.path.parent))
     found["setting"] = f"recover.resume_path={folder.path.absolute()}"
     found["newer"] = [other for other in run.steps() if other > step]

@@ -189,7 +189,7 @@ def _ending(last: AttemptRecord | None) -> str | None:
 
 
 def _pace(steps: list[Event], saves: list[Event]) -> Facts:
-    """Time per step, and what the snapshots take of it."""
+    """Time per step, and the share of it that snapshots take."""
     found: Facts = {
         "seconds_a_step": None,
         "failed_in_a_row": 0,

@@ -22,12 +22,13 @@ from ...engine.api import Stateful
 from ...utils.errors import ConfigError
 from ...utils.plain_values import pack_plain
 from ..ranks import Ranks
+from .loader import ORDER_SETTINGS
 from .samplers import draws_of, replace_iter
 from .trial import first_batches
 
 DATA_STATE = "data.pt"
 _NOTE = "_holdfast_order_note"
-_SETTINGS = ("dataset_fingerprint", "seed", "shuffle", "batch_size", "drop_last")
+_SETTINGS = ("dataset_fingerprint", *ORDER_SETTINGS)
 """Values in a state that `ResumableDataLoader` compares when it is restored."""
 
 

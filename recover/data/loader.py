@@ -31,6 +31,9 @@ from .dataset_fingerprint import MapDataset, dataset_fingerprint
 
 logger = get_logger(__name__)
 
+ORDER_SETTINGS = ("seed", "shuffle", "batch_size", "drop_last")
+"""Values in a state that decide which samples are in which batch."""
+
 _STATE_VERSION = 1
 _EPOCHS = 2**32  # an epoch is a part of a seed of numpy's RandomState, which has 32 bits
 
@@ -203,8 +206,7 @@ class ResumableDataLoader:
                     f"a {kind.__name__}"
                 )
 
-        # Settings that decide which samples are in which batch.
-        for key in ("seed", "shuffle", "batch_size", "drop_last"):
+        for key in ORDER_SETTINGS:
             if state_dict[key] != ours[key]:
                 raise ConfigError(
                     f"dataloader {key} is {ours[key]!r}, but the run was saved with "

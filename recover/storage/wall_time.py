@@ -211,7 +211,7 @@ class TimeAccount:
         if self._cursor is None:
             self._cursor = begin
 
-        # In the order of their ends. What has begun before the cursor is counted from there.
+        # Phases in the order of their ends. Time before the cursor is counted already.
         self._spend("down", begin)
         self._spend("resources", process_at)
         self._spend("processes", load_at)

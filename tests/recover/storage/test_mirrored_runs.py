@@ -166,7 +166,7 @@ def test_traces_that_hold_no_work_do_not_stop_a_fresh_start(
     assert f"file://{mirror} has traces of steps [0], but no copy" in caplog.text
     assert "there is nothing to resume" in caplog.text
 
-    # What it left is replaced by the copies of the new run.
+    # Copies of the new run replace these traces.
     shutil.rmtree(tmp_path / "run")
     tiny = Tiny()
     info = _mirrored(tmp_path).load(tiny.state)
