@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...utils.compat.torch_private import without_compile
+from ...utils.compat.torch_private import storage_id, without_compile
 from ...utils.distributed import RankGroup, all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
@@ -385,16 +385,16 @@ class DCPState(TorchStateful):
         own_share = f"{BASE_SAMPLE}.{rank_key(get_rank())}"
         check_own_base(given, stored.frozen_parameters(), self.base, own_share)
 
-        # A tensor that torch has read into is itself.
+        # A tensor that torch has read into is itself. An empty one has a storage but no address.
         others = {}
         for name, target in live.items():
             local = local_tensor(target)
-            if local.data_ptr() != given[name].data_ptr():
+            is_same_storage = storage_id(local) == storage_id(given[name])
+            if not is_same_storage or local.data_ptr() != given[name].data_ptr():
                 others[name] = local
         if self.optimizer is not None:
             rest = given.keys() - live.keys()
-            read_in_place = not others and not proposed
-            optim.check_given(self.optimizer, rest, read_in_place=read_in_place)
+            optim.check_given(self.optimizer, rest, read_in_place=not others)
 
         # From here on the state changes.
         stored.adopt_state(proposed, values)

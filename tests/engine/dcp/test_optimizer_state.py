@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -23,7 +24,7 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import local_tensor
-from holdfast.utils.errors import ConfigError, PeerError
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError, PeerError
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -182,17 +183,23 @@ def _one_row(seed: int, steps: int) -> DCPState:
     return state
 
 
-def _hand_over_a_row(rank: int, world_size: int) -> None:
-    state = _one_row(0, steps=3)
-    fresh = _one_row(1, steps=0)
-    fresh.load_state_dict(state.state_dict())
-    for each in (state, fresh):
-        train(each, 3, 5)
-    assert same(weights(fresh), weights(state))
+def _hand_over_a_row(rank: int, world_size: int, folder: str) -> None:
+    for steps in (0, 3):
+        state = _one_row(0, steps)
+        fresh = _one_row(1, steps=0)
+        fresh.load_state_dict(state.state_dict())
+        for each in (state, fresh):
+            train(each, 3, 5)
+        assert same(weights(fresh), weights(state))
+
+    # torch's own load would leave the averages out.
+    save_dcp(folder, state)
+    with pytest.raises(CheckpointMismatchError, match="has no state before its first step"):
+        dcp.load({"dcp": _one_row(1, steps=0)}, checkpoint_id=folder)
 
 
-def test_a_rank_without_any_element_takes_state_in_memory_like_the_others() -> None:
-    run_ranks(_hand_over_a_row, 2)
+def test_a_rank_without_any_element_takes_and_refuses_state_like_the_others(tmp_path: Path) -> None:
+    run_ranks(_hand_over_a_row, 2, f"{tmp_path}/c")
 
 
 def _refused(rank: int, world_size: int, folder: str) -> str:
