@@ -1,5 +1,5 @@
-"""Ctrl-C in `offload` and `onload`: no bit is lost, and until the next `onload` every use is right
-or refused.
+"""Ctrl-C in `offload` and `onload`, and at the start of a save in the background: no bit is lost,
+and until the next `onload` every use is right or refused.
 """
 
 import gc
@@ -197,9 +197,11 @@ def _save_is_interrupted(rank: int, world_size: int, base: str, root: Path) -> i
         engine.save(SaveLoadMeta(str(root / name), "hf", False), blocking=False)
 
     save("first")
+    engine.wait_for_save()
     moments = moments_of(partial(save, "counted"), files=SAVE_FILES)
+    engine.wait_for_save()
     for moment in moments:
-        interrupt(partial(save, f"interrupted {moment}"), moment, files=SAVE_FILES)
+        assert interrupt(partial(save, f"interrupted {moment}"), moment, files=SAVE_FILES)
         engine.wait_for_save()
     save("last")
     engine.destroy()
