@@ -85,7 +85,7 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     else:
         click.echo(f"{place.where} has no generation yet")
 
-    # What logs hold since the newest generation.
+    # Log entries after the newest generation.
     for log in logs:
         click.echo(log_line(log))
 
@@ -146,7 +146,7 @@ def _explain_retention(store: GenerationStore, entries: list[Entry]) -> None:
     start = last_start(store.root.parent)
     pins = store.pins()
 
-    # The rules are those of the last start. None of them counts damaged generations.
+    # The rules are those of the last start. Damaged generations do not count.
     sound: dict[int, Any] = {}
     for entry in entries:
         if entry["problem"] is None:

@@ -174,7 +174,7 @@ def _check(
     if force:
         return
 
-    # The newest comes first. A damaged generation is reported, and no loss.
+    # The newest comes first. Deleting a damaged generation loses nothing.
     damage: list[str] = []
     for generation in store.generations():
         problem = _problem(store, generation.path, damage_of)
