@@ -189,21 +189,27 @@ def _of_logits(name: str) -> Any:
     return operator
 
 
-# Python looks these up in the class, where `ModelOutput.__getattr__` does not find them.
-for _name in (
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__matmul__",
-    "__neg__",
-    "__getitem__",
-    "__len__",
-):
-    setattr(ModelOutput, _name, _of_logits(_name))
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_OTHERS = (
+    "lt",
+    "le",
+    "eq",
+    "ne",
+    "gt",
+    "ge",
+    "neg",
+    "pos",
+    "abs",
+    "getitem",
+    "setitem",
+    "len",
+    "bool",
+)
+
+# Python looks these up in the class, where `ModelOutput.__getattr__` does not find them. Without
+# its own `==`, an object would be compared by its identity, without an error.
+for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_OTHERS):
+    setattr(ModelOutput, f"__{_name}__", _of_logits(f"__{_name}__"))
 
 
 def scalar_loss(loss: object) -> Tensor:

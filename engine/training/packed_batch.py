@@ -327,6 +327,9 @@ def pack_rows(
         is_per_token = tensor.dim() >= 2
         data[key] = tensor[token_rows, position_ids] if is_per_token else tensor[indices]
 
+    # Embeddings and most losses take no smaller integers.
+    data["input_ids"] = data["input_ids"].long()
+
     # The first token of a sequence is not predicted.
     loss_mask = data.get("loss_mask", data["attention_mask"])
     is_first = position_ids == 0

@@ -3,6 +3,7 @@ logits on request.
 """
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,6 +232,66 @@ def test_an_output_can_be_used_as_the_logits_it_stands_for(engine: FSDPEngine) -
 
     assert engine.train_batch(make_batch((3, 2)), loss_fn, loss_tokens)["update_skipped"] == 0
     assert seen == [ModelOutput, ((5, 15), torch.float32, 5, (5, 15), (15,))]
+
+
+def test_every_operator_gives_what_the_logits_give(engine: FSDPEngine) -> None:
+    two_operands = [
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.truediv,
+        operator.floordiv,
+        operator.mod,
+        operator.pow,
+        operator.lt,
+        operator.le,
+        operator.eq,
+        operator.ne,
+        operator.gt,
+        operator.ge,
+    ]
+    differing = []
+
+    def loss_fn(output: Any, mb: Batch) -> torch.Tensor:
+        logits = output.logits
+        for apply in two_operands:
+            for other in (0.5, logits.flip(0), logits):
+                expected = [apply(logits, other), apply(other, logits)]
+                for found, wanted in zip(
+                    [apply(output, other), apply(other, output)], expected, strict=True
+                ):
+                    if not torch.equal(found.nan_to_num(9), wanted.nan_to_num(9)):
+                        differing.append((apply, other))
+        for apply in (operator.neg, operator.pos, operator.abs):
+            assert torch.equal(apply(output), apply(logits))
+        square = torch.eye(logits.shape[1])
+        assert torch.equal(output @ square, logits @ square)
+        assert torch.equal(square[:, :5] @ output, square[:, :5] @ logits)
+        with pytest.raises(RuntimeError, match="Boolean value of Tensor"):
+            bool(output)
+
+        # A word that is never sampled.
+        output[:, 3] = -torch.inf
+        assert (output == -torch.inf).sum() == len(output)
+        return torch.where(output != -torch.inf, output, 0.0).square().mean()
+
+    assert engine.train_batch(make_batch((3, 2)), loss_fn, loss_tokens)["update_skipped"] == 0
+    assert differing == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_token_ids_of_any_integer_dtype_train_alike(engine: FSDPEngine, dtype: torch.dtype) -> None:
+    dtypes = []
+
+    def loss_fn(output: Any, mb: Batch) -> torch.Tensor:
+        dtypes.append(mb["input_ids"].dtype)
+        return from_output(output, mb)
+
+    batch = make_batch((3, 2))
+    small = {**batch, "input_ids": batch["input_ids"].to(dtype)}
+    losses = [engine.eval_batch(given, loss_fn, loss_tokens) for given in (batch, small)]
+    assert torch.equal(*losses)
+    assert set(dtypes) == {torch.int64}, "a loss function may use them as indices"
 
 
 def test_a_second_question_that_needs_another_forward_is_refused(engine: FSDPEngine) -> None:
