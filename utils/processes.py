@@ -92,6 +92,25 @@ def processes_of_group(group: int) -> list[ProcessId]:
     return members
 
 
+def descendants(pid: int) -> list[ProcessId]:
+    """Return the running children of a process, their children, and so on."""
+    children: dict[int, list[ProcessId]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(folder.name)
+        # The fourth field is the parent.
+        if fields is not None and fields[0] not in "ZX":
+            child = ProcessId(int(folder.name), fields[19])
+            children.setdefault(int(fields[1]), []).append(child)
+
+    found: list[ProcessId] = []
+    waiting = [pid]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += [child.pid for child in below]
+    return found
+
+
 def process_started_at() -> float:
     """Return the Unix time of this process's start, to 10 ms and equal at every call. Elsewhere, of
     the first call.

@@ -2,6 +2,7 @@
 
 A reward may hang (a regular expression, a proof checker) or end its process (memory, a C
 extension). Then the call is repeated once in a fresh process, and the training is not affected.
+Programs that a hanging call has started end with its process.
 ``concurrent.futures.ProcessPoolExecutor`` cannot end a call, and a process that ends breaks it for
 good.
 """
@@ -20,6 +21,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from ...utils.config import require_range
 from ...utils.errors import CallLost, ConfigError, RolloutError
 from ...utils.logging import get_logger
+from ...utils.processes import descendants
 from .call_process import serve
 
 logger = get_logger(__name__)
@@ -237,11 +239,17 @@ class _Process:
         return not self._process.is_alive()
 
     def kill(self) -> None:
-        """End the process, so that `ask` raises in another thread."""
+        """End the process, so that `ask` raises in another thread, and the programs that its call
+        has started.
+        """
+        # Found before it ends, because orphans get another parent.
+        programs = descendants(self._process.pid or 0) if self._process.is_alive() else []
         self._process.kill()
+        for program in programs:
+            program.kill()
 
     def end(self) -> None:
-        """End the process and close its pipe."""
-        self._process.kill()
+        """`kill` the process and close its pipe."""
+        self.kill()
         self._process.join(1.0)
         self._pipe.close()

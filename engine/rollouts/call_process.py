@@ -15,6 +15,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...utils.processes import descendants
+
 
 def serve(pipe: Connection) -> None:
     """Read calls and send their results until the other end closes the pipe."""
@@ -60,4 +62,6 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    for program in descendants(os.getpid()):
+        program.kill()
     os._exit(1)

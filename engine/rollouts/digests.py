@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ...utils.errors import ConfigError
 from ..servers.api import ModelRequest
 from ..servers.prompts import require_known, shown_prompt
 
@@ -60,8 +61,15 @@ def call_digest(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Digest of the function's name and its arguments. Raises errors of pickle."""
+    """Digest of the function's name and its arguments. Raises errors of pickle, and ConfigError if
+    the function has no name.
+    """
     name = getattr(fn, "__qualname__", None)
+    if name is not None and name.endswith("<lambda>"):
+        raise ConfigError(
+            "it is a lambda, and a call is known by the name of its function and its arguments. "
+            "Give call a function with a name, and pass what it needs as arguments"
+        )
     if name is None:
         # such as a partial, which is known by its parts
         function = fn

@@ -303,6 +303,7 @@ class Recorded:
         self._changed: set[int] = set()
         self._warned = False
         self._warned_unrecorded = False
+        self._warned_mixed = False
 
         # Versions that exist without a label, last one that exists, and labels of this life.
         self._restored = False
@@ -467,6 +468,21 @@ class Recorded:
                 "in CallLost if it had once=True: %s. This is said once",
                 what,
                 error,
+            )
+
+    def warn_mixed(self, fn: str) -> None:
+        """Say once that methods of two objects cannot be told apart."""
+        with self._lock:
+            warned = self._warned_mixed
+            self._warned_mixed = True
+        if not warned:
+            logger.warning(
+                "%s was called for two objects with equal arguments in one episode. Their results "
+                "may be exchanged after a kill, because a call is known by the name of its "
+                "function and its arguments. Pass what differs as an argument, or give call "
+                "functools.partial(object.method), which the object is a part of. This is said "
+                "once",
+                fn,
             )
 
     def forget(self, ticket: int, finished: bool) -> None:

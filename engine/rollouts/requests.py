@@ -227,6 +227,8 @@ class TicketEngine:
         self._sender = sender
         self._recorded = recorded
         self._n_asked: Counter[str] = Counter()  # by digest
+        # the object of a method that was called first, by digest
+        self._objects: dict[str, Any] = {}
         # set when the ticket has its trajectory. What a workflow has left running is not recorded
         self.is_over = False
 
@@ -271,11 +273,16 @@ class TicketEngine:
         except (*UNPICKLABLE, ValueError, RecursionError) as error:
             if once:
                 raise ConfigError(
-                    f"{fn} cannot be called with once=True: its arguments cannot be pickled, so a "
-                    f"repeated call could not be told from another one ({error})"
+                    f"{fn} cannot be called with once=True, because a repeated call could not be "
+                    f"told from another one: {error}"
                 ) from error
-            self._recorded.warn_unrecorded(f"arguments of {fn}", error)
+            self._recorded.warn_unrecorded(f"call of {fn}", error)
             return await _awaited(fn(*args, **kwargs))
+
+        # The object of a method is not in the digest: its state may differ after a kill.
+        owner = getattr(fn, "__self__", None)
+        if self._objects.setdefault(key, owner) is not owner:
+            self._recorded.warn_mixed(str(fn))
 
         place = self._place(key, Kind.CALL)
         record = self._recorded.take(place, self._bounds)

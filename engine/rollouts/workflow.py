@@ -54,9 +54,10 @@ class EpisodeEngine(Protocol):
         recorded call would leave it without this step.
 
         Args:
-            fn: a function with a name, not a lambda. Its arguments can be pickled. Its result has
-                Python's own numbers, strings, lists, tuples and dicts, else it is not recorded: no
-                Enum. A recorded one is returned as a copy, with Python's numbers for numpy's.
+            fn: a function with a name, whose arguments can be pickled and whose result has Python's
+                own numbers, strings, lists, tuples and dicts (no Enum), else nothing is recorded.
+                A recorded result is returned as a copy, with Python's numbers for numpy's. What
+                the function captures, and the object of a method, are not part of the call.
             once: whether the call has an effect outside.
 
         Raises:

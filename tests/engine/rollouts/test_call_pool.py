@@ -79,6 +79,16 @@ def test_a_call_that_hangs_is_ended_and_made_once_more(tmp_path: Path) -> None:
         assert call(pool, user_code.add, 1, 1) == 2, "the pool survives"
 
 
+def test_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    with CallPool(n_processes=1, timeout_s=stretched(1)) as pool:
+        with pytest.raises(CallLost, match="run_program has not returned within"):
+            call(pool, user_code.run_program, str(started))
+        programs = [ProcessId.of(int(pid)) for pid in started.read_text().split()]
+        assert len(programs) == 2, "the call was made twice"
+        assert still_alive(programs, stretched(10)) == []
+
+
 def test_a_call_that_ends_its_process_is_made_once_more(tmp_path: Path) -> None:
     with CallPool(n_processes=1) as pool:
         assert call(pool, user_code.die_once, str(tmp_path / "died")) == "done"
@@ -140,11 +150,12 @@ def test_a_closed_pool_ends_its_calls_and_takes_none(tmp_path: Path) -> None:
         call(pool, user_code.add, 1, 1)
 
 
-def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["hang", "run_program"])
+def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path, function: str) -> None:
     script = (
         "import asyncio, sys\nfrom holdfast.engine.rollouts import CallPool\nfrom "
         "tests.engine.rollouts import user_code\nif __name__ == '__main__':\n    "
-        "asyncio.run(CallPool(timeout_s=3600).call(user_code.hang, sys.argv[1]))\n"
+        f"asyncio.run(CallPool(timeout_s=3600).call(user_code.{function}, sys.argv[1]))\n"
     )
     (tmp_path / "job.py").write_text(script)
     started = tmp_path / "started"

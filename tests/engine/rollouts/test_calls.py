@@ -1,6 +1,7 @@
 """Calls, random draws and clocks of a workflow that runs again after a kill."""
 
 import asyncio
+import functools
 import pickle
 import shutil
 import time
@@ -469,6 +470,77 @@ def test_while_the_log_is_given_up_no_order_is_made(tmp_path: Path) -> None:
     assert not outside.effects
 
 
+class Judge:
+    """Gives the same mark to every text."""
+
+    n_scored = 0
+
+    def __init__(self, mark: float) -> None:
+        self.mark = mark
+
+    async def score(self, text: str) -> float:
+        Judge.n_scored += 1
+        return self.mark
+
+
+def test_two_objects_that_make_the_same_call_cause_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judges = Judge(1.0), Judge(2.0)
+
+    async def ask(engine: Any) -> list[float]:
+        return [await engine.call(judge.score, "text") for judge in judges]
+
+    two_lives(Trial(tmp_path), ask)
+    assert caplog.text.count("Judge.score") == 2, "once in each life"
+    assert "give call functools.partial(object.method)" in caplog.text
+
+
+def test_two_objects_in_partials_have_results_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = [1.0, 2.0]
+    Judge.n_scored = 0
+
+    async def ask(engine: Any) -> dict[float, float]:
+        return {
+            mark: await engine.call(functools.partial(Judge(mark).score), "text") for mark in order
+        }
+
+    trial = Trial(tmp_path)
+    first, second = Asking(ask), Asking(ask)
+    server = Lasting(limit=3)
+    with trial.life(server, first, max_head_offpolicyness=0) as life:
+        life.serve(0)
+        wait_until(lambda: server.taken == server.limit and len(first.found) == 2)
+    # Siblings may ask in another order after a kill.
+    order.reverse()
+    with trial.life(Lasting(), second, max_head_offpolicyness=0) as life:
+        life.serve(0)
+        life.executor.next_batch(0)
+    assert list(second.found.values()) == [{1.0: 1.0, 2.0: 2.0}] * 2
+    assert Judge.n_scored == 4, "in the first life alone"
+    assert "two objects" not in caplog.text
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_lambda_is_not_recorded_and_refused_with_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, once: bool
+) -> None:
+    made = []
+    workflow = Asking(lambda engine: engine.call(lambda: made.append(1), once=once))
+    with Trial(tmp_path, batch_size=1).life(Lasting(), workflow) as life:
+        life.serve(0)
+        if once:
+            with pytest.raises(RolloutError, match="could not be told from another one: it is a"):
+                life.executor.next_batch(0)
+        else:
+            life.executor.next_batch(0)
+            assert "cannot be recorded" in caplog.text and "it is a lambda" in caplog.text
+    assert made == [] if once else made
+    assert all_kinds(tmp_path)["call"] == 0
+
+
 def test_an_order_that_cannot_be_told_from_another_is_refused(tmp_path: Path) -> None:
     outside = Outside()
 
@@ -477,7 +549,7 @@ def test_an_order_that_cannot_be_told_from_another_is_refused(tmp_path: Path) ->
 
     with Trial(tmp_path, batch_size=1).life(Lasting(), Asking(ask)) as life:
         life.serve(0)
-        with pytest.raises(RolloutError, match="its arguments cannot be pickled"):
+        with pytest.raises(RolloutError, match="could not be told from another one"):
             life.executor.next_batch(0)
     assert not outside.effects
 

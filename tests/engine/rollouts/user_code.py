@@ -1,6 +1,7 @@
 """Functions as users write them for a `CallPool`: good, slow, raising and fatal."""
 
 import os
+import subprocess
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -48,6 +49,14 @@ def die_once(marker: str) -> str:
 
 def refuse(value: int) -> NoReturn:
     raise ValueError(f"{value} is no good")
+
+
+def run_program(started: str) -> int:
+    """Wait for a program that sleeps. Its process id is added to the file ``started``."""
+    program = subprocess.Popen(["sleep", "3600"])
+    with open(started, "a") as file:
+        file.write(f"{program.pid}\n")
+    return program.wait()
 
 
 class Odd(Exception):
