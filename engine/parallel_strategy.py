@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from math import lcm, prod
 
-from ..utils.config import require_range
+from ..utils.config import require_numbers, require_range
 from ..utils.errors import ConfigError
 
 _BACKEND = re.compile(r"(?:fsdp|megatron|archon)(?:\[[^\[\]]*\])?(?::(?P<sizes>.+))?")
@@ -45,6 +45,7 @@ class ParallelStrategy:
     expert_tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         for field in fields(self):
             require_range(field.name, getattr(self, field.name), low=1)
         for name in ("pipeline_parallel_size", "expert_tensor_parallel_size"):

@@ -134,7 +134,8 @@ def require_choice(key: str, value: object, choices: Sequence[object]) -> None:
 
 
 def require_numbers(config: Any, section: str = "") -> None:
-    """Raise ConfigError if a field of the dataclass ``config`` that takes numbers is a text.
+    """Raise ConfigError if a field of the dataclass ``config`` that takes numbers is a text, or one
+    that takes whole numbers has a fraction.
 
     For use in ``__post_init__``. ``section`` is where the fields are in a file, for example
     ``optimizer.``.
@@ -145,6 +146,11 @@ def require_numbers(config: Any, section: str = "") -> None:
         if set(kinds) <= {int, float, NoneType}:
             value = getattr(config, field.name)
             _refuse_text(f"{section}{field.name}", value)
+            if isinstance(value, float) and float not in kinds:
+                raise ConfigError(
+                    f"config key '{section}{field.name}' is {value}; expected a whole number, "
+                    "without a point"
+                )
 
 
 def _refuse_text(key: str, value: object) -> None:

@@ -36,12 +36,20 @@ CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
     (ParallelStrategy, {}),
     (FinetuneSpec, {"total_train_epochs": 1, "dataset_size": 8, "train_batch_size": 4}),
 ]
-NUMBERS = [
-    pytest.param(cls, given, field.name, id=f"{cls.__name__}.{field.name}")
-    for cls, given in CONFIGS
-    for field in fields(cls)
-    if set(get_args(field.type) or [field.type]) <= {int, float, NoneType}
-]
+
+
+def fields_of(kinds: set[type]) -> list[Any]:
+    """All fields that take nothing but ``kinds``."""
+    return [
+        pytest.param(cls, given, field.name, id=f"{cls.__name__}.{field.name}")
+        for cls, given in CONFIGS
+        for field in fields(cls)
+        if set(get_args(field.type) or [field.type]) <= kinds
+    ]
+
+
+NUMBERS = fields_of({int, float, NoneType})
+WHOLE_NUMBERS = fields_of({int, NoneType})
 
 
 @pytest.mark.parametrize(("cls", "given", "name"), NUMBERS)
@@ -52,6 +60,14 @@ def test_a_number_that_is_a_text_is_refused_with_key_value_and_fix(
         ConfigError, match=rf"{name}' is '1e-5', a text; expected a number.*1\.0e-5"
     ):
         cls(**given | {name: "1e-5"})
+
+
+@pytest.mark.parametrize(("cls", "given", "name"), WHOLE_NUMBERS)
+def test_a_whole_number_with_a_point_is_refused_with_its_key(
+    cls: Any, given: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}' is 2\.5; expected a whole number"):
+        cls(**given | {name: 2.5})
 
 
 def test_requests_to_servers_are_public() -> None:
