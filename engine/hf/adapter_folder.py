@@ -37,6 +37,7 @@ from ..lora.adapters import adapted_layers, plain_adapters
 from ..memory.offloaded import require_onloaded
 from ..memory.tensors import clean_name, reshard
 from ..memory.weight_changes import changing_weights
+from ..training.unsharded import unsharded_view
 from ..training.weights import keep_own_shard
 from .safetensors_layout import ADAPTER_NAME
 from .shard_ranges import whole_tensor
@@ -180,6 +181,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     # installed, because the model has its layers
     from peft import get_peft_model_state_dict
 
+    # peft looks for the names of modules among those of the tensors.
+    model = unsharded_view(model)
     live = {
         clean_name(name): tensor
         for name, tensor in chain(model.named_parameters(), model.named_buffers())

@@ -44,7 +44,7 @@ from ..api import HFExportOptions
 from ..lora.adapters import plain_adapters, plain_view, transformers_model
 from ..memory.offloaded import require_onloaded
 from ..memory.tensors import named_tensors
-from ..training.unsharded import unsharded_class
+from ..training.unsharded import unsharded_class, unsharded_view
 from . import upload
 from .dtypes import file_dtypes, unknown_keys
 from .name_mapping import element_map, file_tensors, stored_tensors
@@ -276,7 +276,7 @@ def exportable_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
     # A file has one place for a tied weight, and an adapter may be at one of its uses.
     adapted = plain_adapters(model)
-    model = plain_view(model)
+    model = unsharded_view(plain_view(model))
     stored, left_out = stored_tensors(model)
     other_use = left_out | {kept: key for key, kept in left_out.items()}
     tied = sorted(adapted.keys() & other_use.keys())
@@ -284,6 +284,16 @@ def exportable_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         raise CheckpointMismatchError(
             f"{tied[0]} has an adapter and is tied to {other_use[tied[0]]}, so that a file has no "
             "place for the sum; train adapters of other layers"
+        )
+
+    # An adapter without a weight in the files would be left out without a word.
+    lost = sorted(adapted.keys() - stored.keys())
+    if lost:
+        raise CheckpointMismatchError(
+            f"{lost[0]} ({len(lost)} such) has an adapter, but the state_dict of "
+            f"{unsharded_class(model).__name__} has no weight of this name, so that the export "
+            "would lack the adapter; take out the module that renames the weight, or export "
+            "model.merge_and_unload()"
         )
 
     parameters = [key for key, _ in model.named_parameters() if key in stored]

@@ -125,13 +125,12 @@ def base_view(model: PreTrainedModel) -> PreTrainedModel:
 
 def _view(model: PreTrainedModel, name_of: Callable[[str, Any], str]) -> PreTrainedModel:
     model = transformers_model(model)
-    layers = adapted_layers(model)
-    if not layers:
+    if not adapted_layers(model):
         return model
     view = unsharded_view(model)
 
     # The plain layer takes the place of peft's in its parent, whose other children stay.
-    for name, layer in layers.items():
+    for name, layer in adapted_layers(view).items():
         plain = view.get_submodule(name_of(name, layer))
         parent_name, _, own = name.rpartition(".")
         parent = view.get_submodule(parent_name)
@@ -160,8 +159,13 @@ def plain_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
     """Name of a weight in `plain_view` -> the adapters to add to it. Weights without adapters are
     left out.
     """
+    if not adapted_layers(model):
+        return {}
+
+    # A view, because the live model may have other names (see `unsharded_view`).
+    view = unsharded_view(transformers_model(model))
     found = {}
-    for name, layer in adapted_layers(transformers_model(model)).items():
+    for name, layer in adapted_layers(view).items():
         if hasattr(layer, "lora_A"):
             adapters = adapters_of(layer)
             if adapters:
@@ -219,7 +223,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
     config = configs[name].to_dict() | {"inference_mode": True}
     scaling = {}
     for weight, (adapter,) in adapted.items():
-        scaling[weight.removesuffix(".weight")] = adapter.scaling
+        scaling[clean_name(weight.removesuffix(".weight"))] = adapter.scaling
     return {
         "name": name,
         "config": json.loads(json.dumps(config, default=_plain)),

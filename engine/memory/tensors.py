@@ -21,7 +21,9 @@ from .per_model import PerModel
 
 T = TypeVar("T", bound=Tensor)
 
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""Name that torch's wrappers of activation checkpointing and offload give to the module inside."""
+WRAPPERS = (CHECKPOINTED, "_orig_mod", "_fsdp_wrapped_module")
 """Names that activation checkpointing, torch.compile and FSDP1 give to the module that they wrap.
 """
 

@@ -1,4 +1,6 @@
-"""A model as it was before FSDP2 replaced the classes of its modules."""
+"""A model as it was before FSDP2 replaced the classes of its modules, and before activation
+checkpointing wrapped them.
+"""
 
 from typing import TypeVar
 from weakref import ref
@@ -8,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import children_of, replace_members
 from ..memory.per_model import PerModel
+from ..memory.tensors import CHECKPOINTED
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,8 +37,9 @@ def unsharded_view(model: M) -> M:
     """The same modules, parameters and attributes under their classes from before `fully_shard` or
     `replicate`.
 
-    transformers looks conversions up by class name and module. Use the view only to inspect the
-    model. Do not call or change it.
+    Modules inside of ``checkpoint_wrapper`` or ``offload_wrapper`` take the place of these, so that
+    all names are those in the ``state_dict`` of the model. transformers looks conversions up by
+    class name and module. Use the view only to inspect the model. Do not call or change it.
     """
     # Objects without a call of their constructor, which would make new members.
     views = {}
@@ -49,12 +53,21 @@ def unsharded_view(model: M) -> M:
         children = {}
         for name, child in children_of(module).items():
             if child is not None:
-                child = views[child]
+                child = views[_inside_wrappers(child)]
             children[name] = child
         replace_members(view, children=children)
         if isinstance(module, PreTrainedModel):
             _originals.set(view, ref(original_of(module)))
     return views[model]  # type: ignore[return-value]
+
+
+def _inside_wrappers(module: nn.Module) -> nn.Module:
+    """The module that activation checkpointing or offload wraps, or the module itself."""
+    while True:
+        inner = children_of(module).get(CHECKPOINTED)
+        if inner is None:
+            return module
+        module = inner
 
 
 _originals = PerModel["ref[nn.Module]"](

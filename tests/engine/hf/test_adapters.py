@@ -5,14 +5,20 @@ refused.
 import copy
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, ZambaConfig, ZambaForCausalLM
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from transformers import AutoModelForCausalLM, PreTrainedModel, ZambaConfig, ZambaForCausalLM
 
 from holdfast.engine import WeightUpdateMeta, publish_weights
 from holdfast.engine.api import HFExportOptions
@@ -21,8 +27,9 @@ from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import save_hf
 from holdfast.engine.lora.adapters import describe_adapters
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
-from tests.engine.hf_models import ARCHITECTURES, tiny_model
+from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
 from tests.engine.models import build_reference, tiny_qwen3
+from tests.helpers import run_ranks
 
 ATTENTION = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
 
@@ -62,6 +69,112 @@ def test_a_peft_model_and_the_model_inside_are_exported_merged_as_peft_merges_th
         tmp_path / "inner" / "config.json"
     ).read_text()
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "outer")) is type(merged)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "checkpoint": checkpoint_wrapper,
+    "offload": offload_wrapper,
+    "both": lambda module: offload_wrapper(checkpoint_wrapper(module)),
+}
+
+
+def wrap_blocks(model: PreTrainedModel, wrap: Callable[[nn.Module], nn.Module]) -> PreTrainedModel:
+    """Put a wrapper around every block, as Accelerate does for activation checkpointing."""
+    blocks: Any = model.get_submodule("model.layers")
+    for number in range(len(blocks)):
+        blocks[number] = wrap(blocks[number])
+    return model
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_adapters_in_wrapped_blocks_are_exported_as_without_the_wrappers(
+    wrapper: str, tmp_path: Path
+) -> None:
+    plain = adapted("qwen3_tied", modules_to_save=["input_layernorm"])
+    wrapped = copy.deepcopy(plain)
+    wrap_blocks(wrapped.get_base_model(), WRAPPERS[wrapper])  # type: ignore[arg-type]
+    ours, theirs = tmp_path / "wrapped", tmp_path / "plain"
+    save_hf(wrapped, ours)  # type: ignore[arg-type]
+    save_hf(plain, theirs)  # type: ignore[arg-type]
+    weights = "model.safetensors"
+    assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
+    save_adapters(wrapped, tmp_path / "wrapped peft", HFExportOptions())
+    save_adapters(plain, tmp_path / "plain peft", HFExportOptions())
+    weights = "adapter_model.safetensors"
+    one, two = (tmp_path / f"{name} peft" / weights for name in ("wrapped", "plain"))
+    assert one.read_bytes() == two.read_bytes()
+    assert describe_adapters(wrapped) == describe_adapters(plain)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    exported = AutoModelForCausalLM.from_pretrained(ours)
+    torch.testing.assert_close(exported(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def _export_wrapped(rank: int, world_size: int, root: Path) -> bool:
+    model = adapted("qwen3_untied").get_base_model()
+    model = sharded(wrap_blocks(model, checkpoint_wrapper))  # type: ignore[arg-type]
+    save_hf(model, root / "export")
+    save_adapters(model, root / "adapters", HFExportOptions())
+    for version, form in enumerate(("disk", "adapter"), 1):
+        for name, param in model.named_parameters():
+            param.requires_grad_("lora_" in name)
+        meta = WeightUpdateMeta(form, str(root / form))  # type: ignore[arg-type]
+        publish_weights(model, meta, version=version, servers=[])
+
+    # A load gives every rank the values again.
+    before = {name: param.full_tensor() for name, param in model.named_parameters()}  # type: ignore[operator]
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.zero_()
+    load_adapters(model, root / "adapters")
+    return all(
+        torch.equal(before[name], param.full_tensor())  # type: ignore[operator]
+        for name, param in model.named_parameters()
+    )
+
+
+def test_sharded_adapters_in_wrapped_blocks_are_exported_published_and_loaded(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(_export_wrapped, 2, tmp_path) == [True, True]
+    plain = adapted("qwen3_untied")
+    plain.save_pretrained(str(tmp_path / "theirs"))
+    plain.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for name, theirs, folders in (
+        ("model.safetensors", "merged", ("export", "disk/v00000001")),
+        ("adapter_model.safetensors", "theirs", ("adapters", "adapter/v00000002")),
+    ):
+        expected = (tmp_path / theirs / name).read_bytes()
+        for folder in folders:
+            assert (tmp_path / folder / name).read_bytes() == expected, folder
+
+
+def _leave_out_inside(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+    for key in list(state):
+        if key.startswith(f"{prefix}inside."):
+            state[key.replace("inside.", "", 1)] = state.pop(key)
+
+
+class Renamed(nn.Module):
+    """A wrapper that leaves its own name out of state dicts, and is not one of torch's."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.register_state_dict_post_hook(_leave_out_inside)
+
+
+def test_an_adapter_without_a_weight_in_the_files_is_refused_instead_of_left_out(
+    tmp_path: Path,
+) -> None:
+    model = wrap_blocks(adapted("llama").get_base_model(), Renamed)  # type: ignore[arg-type]
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"layers\.0\.inside\.self_attn\.o_proj\.weight \(6 such\) has an adapter, but the "
+        r"state_dict of LlamaForCausalLM has no weight of this name",
+    ):
+        save_hf(model, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
 
 
 def test_fully_trained_layers_are_exported_as_trained_and_merged_adapters_count_once(

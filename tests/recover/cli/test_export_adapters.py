@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import SaveLoadMeta
@@ -128,13 +129,18 @@ def test_no_other_base_is_taken_and_one_that_has_moved_is_named(root: Path, tmp_
         assert code == 2 and "are of merged weights" in err
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 def test_a_generation_of_a_peft_model_is_exported_once_its_base_is_named(
-    root: Path, tmp_path: Path
+    root: Path, tmp_path: Path, wrapped: bool
 ) -> None:
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32),
         LoraConfig(r=2, use_rslora=True, target_modules=["q_proj", "up_proj"]),
     )
+    if wrapped:
+        blocks: Any = model.get_submodule("base_model.model.model.layers")
+        for number in range(len(blocks)):
+            blocks[number] = checkpoint_wrapper(blocks[number])
     optimizer = torch.optim.AdamW(
         [param for param in model.parameters() if param.requires_grad], lr=0.1
     )
