@@ -12,7 +12,6 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +180,10 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     # installed, because the model has its layers
     from peft import get_peft_model_state_dict
 
-    # peft looks for the names of modules among those of the tensors.
+    # peft looks for the names of modules among those of the tensors, and for every name of a tensor
+    # that modules share.
     model = unsharded_view(model)
-    live = {
-        clean_name(name): tensor
-        for name, tensor in chain(model.named_parameters(), model.named_buffers())
-    }
+    live = model.state_dict(keep_vars=True)
     own = {"state_dict": live, "adapter_name": _adapter_name(model), "save_embedding_layers": False}
     found = get_peft_model_state_dict(model, **own)  # type: ignore[arg-type]
     others = _trained_beside(model, found)
@@ -195,9 +192,11 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
             f"{others[0]} ({len(others)} such) is trained beside the adapters and would be "
             "missing; use weight_format 'hf', which has all weights merged"
         )
-    return {
-        name if name.startswith(ROOT) else ROOT + name: tensor for name, tensor in found.items()
-    }
+
+    # A PeftModel has all names of its folder, also those beside the model (VeRA's projections).
+    is_peft_model = any(name.startswith(ROOT) for name in live)
+    prefix = "" if is_peft_model else ROOT
+    return {prefix + clean_name(name): tensor for name, tensor in found.items()}
 
 
 def _trained_beside(model: nn.Module, adapters: Mapping[str, Tensor]) -> list[str]:

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    VeraConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -297,6 +305,32 @@ def test_a_peft_model_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     beside.get_base_model().lm_head.requires_grad_(True)  # type: ignore[union-attr, operator]
     with pytest.raises(CheckpointMismatchError, match=r"lm_head.*is trained beside the adapters"):
         save_adapters(beside, tmp_path / "never", HFExportOptions())
+
+
+SHARING: dict[str, Callable[[], Any]] = {
+    "tied copies": lambda: LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True,
+    ),
+    "projections of all layers": lambda: VeraConfig(r=2, target_modules=["q_proj"]),
+    "buffers that are not stored": lambda: OFTConfig(oft_block_size=4, target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_adapters_that_share_tensors_or_add_buffers_are_saved_as_peft_saves_them(
+    case: str, tmp_path: Path
+) -> None:
+    model = get_peft_model(tiny_model("qwen3_tied"), SHARING[case]())
+    save_adapters(model, tmp_path / "ours", HFExportOptions())
+    model.save_pretrained(str(tmp_path / "theirs"))
+    one, two = (
+        (tmp_path / folder / "adapter_model.safetensors").read_bytes()
+        for folder in ("ours", "theirs")
+    )
+    assert one == two
 
 
 def test_several_active_adapters_are_refused_by_save_publish_and_load(tmp_path: Path) -> None:
