@@ -28,7 +28,13 @@ from ...utils.errors import (
 )
 from ...utils.logging import get_logger
 from ...utils.stopping import require_no_stop
-from ..servers.api import GenerationServer, ModelRequest, ModelResponse, TimeoutCounter
+from ..servers.api import (
+    GenerationServer,
+    ModelRequest,
+    ModelResponse,
+    TimeoutCounter,
+    logprob_problem,
+)
 from .call_pool import UNPICKLABLE
 from .config import RolloutConfig
 from .digests import call_digest, request_digest
@@ -318,8 +324,8 @@ class TicketEngine:
         await loop.run_in_executor(None, self._recorded.begin, intent)
 
     def check(self, response: ModelResponse, server: GenerationServer) -> None:
-        """Raise ServerError if too old or too new weights sampled the answer of ``server``, or an
-        entry is missing.
+        """Raise ServerError if too old or too new weights sampled the answer of ``server``, an
+        entry is missing, or a log-probability is no finite number.
         """
         versions = response.output_versions
         n_tokens = len(response.output_tokens)
@@ -331,6 +337,11 @@ class TicketEngine:
                 f"{n_logprobs} log-probabilities and "
                 f"{n_versions} versions; expected as many of each"
             )
+
+        # It would be recorded, and the trainer would refuse its batch after each restart.
+        problem = logprob_problem(response.output_logprobs)
+        if problem is not None:
+            raise ServerError(f"an answer of {_name(server)} cannot be trained on: {problem}")
 
         wrong = self._bounds.outside(versions)
         if wrong is not None:

@@ -20,6 +20,7 @@ from .api import (
     ModelRequest,
     ModelResponse,
     labelled_version,
+    logprob_problem,
 )
 from .prompts import require_known, shown_prompt
 
@@ -113,13 +114,17 @@ def response_of(
     """Check a completion and convert its labels to versions.
 
     ``spans`` are runs of tokens that the same weights sampled, in order: ``version`` (a label),
-    ``start`` and ``end``. ValueError if the completion is unfinished, lengths differ, or a label
-    belongs to no published weights. KeyError or TypeError if a span has another format.
+    ``start`` and ``end``. ValueError if the completion is unfinished, lengths differ, a
+    log-probability is no finite number, or a label belongs to no published weights. KeyError or
+    TypeError if a span has another format.
     """
     if reason not in STOP_REASONS:
         raise ValueError(f"it ended with {reason!r}; expected 'stop' or 'length'")
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
+    problem = logprob_problem(logprobs)
+    if problem is not None:
+        raise ValueError(problem)
 
     # The spans must follow each other without gaps, each of a published version.
     versions: list[int] = []

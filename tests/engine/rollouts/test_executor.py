@@ -1,6 +1,8 @@
 """The tickets of a batch, their start, and the handling of failed requests and tickets."""
 
 import asyncio
+import math
+import re
 import threading
 import time
 from typing import Any
@@ -316,6 +318,27 @@ def test_an_answer_without_a_version_for_each_token_is_not_taken() -> None:
     with make_executor([Silent()], request_attempts=1) as executor:
         executor.set_version(0)
         with pytest.raises(RolloutError, match="4 tokens, 4 log-probabilities and 3 versions"):
+            executor.next_batch(0)
+
+
+@pytest.mark.parametrize("odd", [None, math.nan, 1e300, "-0.5"], ids=repr)
+def test_an_answer_whose_log_probability_is_no_finite_number_is_not_taken(odd: Any) -> None:
+    class Sick(Server):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            answer = await super().agenerate(request)
+            answer.output_logprobs[2] = odd
+            return answer
+
+    sick = Sick()
+    with make_executor([sick, Server()]) as executor:
+        executor.set_version(0)
+        assert executor.next_batch(0)["logprobs"].isfinite().all()
+    assert sick.seen
+    with make_executor([sick], request_attempts=1) as executor:
+        executor.set_version(0)
+        shown = re.escape(repr(odd))
+        expected = rf"{sick.name} cannot be trained on: .* token 2 is {shown}; expected a finite"
+        with pytest.raises(RolloutError, match=expected):
             executor.next_batch(0)
 
 

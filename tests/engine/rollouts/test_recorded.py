@@ -28,7 +28,7 @@ from holdfast.engine.servers.api import (
     ModelResponse,
     PromptImages,
 )
-from holdfast.utils.errors import CheckpointMismatchError, ConfigError, ServerError
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError, RolloutError, ServerError
 from tests.engine.processors import make_processor, picture
 from tests.engine.rollouts import user_code
 from tests.engine.rollouts.lives import Chat, Lasting, Life, Trial, key_of
@@ -537,6 +537,27 @@ def test_an_odd_record_is_left_out(name: str, caplog: pytest.LogCaptureFixture) 
 
 
 # Images and calls
+
+
+def test_an_answer_that_cannot_be_trained_on_is_in_no_record(tmp_path: Path) -> None:
+    class Sick(Lasting):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            answer = await super().agenerate(request)
+            answer.output_logprobs[0] = float("nan")
+            return answer
+
+    trial = Trial(tmp_path)
+    with trial.life(Sick(), Chat(turns=1), request_attempts=1) as life:
+        life.serve(0)
+        life.commit()
+        with pytest.raises(RolloutError, match="expected a finite number"):
+            life.executor.next_batch(0)
+
+    # The server was repaired.
+    with trial.life(Lasting(), Chat(turns=1)) as life:
+        life.serve(0)
+        assert life.executor.next_batch(0)["logprobs"].isfinite().all()
+        assert life.stat("replayed") == 0
 
 
 def test_images_are_encoded_again_and_a_changed_one_is_asked_again(tmp_path: Path) -> None:

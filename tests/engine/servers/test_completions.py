@@ -3,6 +3,7 @@ record.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,30 @@ def test_a_completion_that_stopped_at_something_else_is_refused(
             match=rf"cannot be used: .* stopped at {matched!r}; expected its last token",
         ):
             asyncio.run(SGLangServer(gateway.url).agenerate(request()))
+
+
+@pytest.mark.parametrize("odd", [None, -math.inf], ids=repr)
+def test_a_log_probability_that_is_no_finite_number_is_refused(
+    odd: Any, kind: str, server: VLLMServer | SGLangServer, fake: FakeServer
+) -> None:
+    async def changed(asked: web.Request) -> web.StreamResponse | None:
+        if asked.path != GENERATE[kind]:
+            return None
+        async with httpx2.AsyncClient() as client:
+            answer = (await client.post(fake.url + asked.path, json=await asked.json())).json()
+        if kind == "vllm":
+            answer["choices"][0]["logprobs"]["content"][1]["logprob"] = odd
+        else:
+            answer["meta_info"]["output_token_logprobs"][1][0] = odd
+        return web.json_response(answer)
+
+    with Gateway(fake.url, answer=changed) as gateway:
+        message = (
+            rf"^{gateway.url}: a completion cannot be used: .* of completion token 1 is {odd!r}; "
+            "expected a finite number"
+        )
+        with pytest.raises(ServerError, match=message):
+            asyncio.run(CLIENTS[kind](gateway.url).agenerate(request()))
 
 
 def test_versions_are_exact_across_an_update_in_flight(
