@@ -69,7 +69,7 @@ from .content_check import (
     weights_differ,
 )
 from .groups import KeptGroup
-from .http import Calls, Connections, Json, readable, require_server_url
+from .http import Calls, Connections, Json, readable, require_key, require_server_url
 from .prompts import shown_prompt
 from .routes import START, with_routes
 from .server_calls import Sleep, SleepingCalls
@@ -103,7 +103,7 @@ class ServerClient(SleepingCalls):
 
     ConfigError if ``url`` is no HTTP URL of a host, has a query, or holds a user although
     ``api_key`` is given, if a limit is not positive, or ``dtype`` is unknown. The same for the URL
-    of the ``mirror``.
+    of the ``mirror``. A key or token must be printable ASCII without white space.
     """
 
     checks_content: ClassVar[bool] = True
@@ -131,9 +131,11 @@ class ServerClient(SleepingCalls):
         # The settings.
         self.url = self.url.rstrip("/")
         require_server_url("server", self.url)
+        require_key(f"api_key of {self.name}", self.api_key)
         if self.mirror is not None:
             self.mirror = self.mirror.rstrip("/")
             require_server_url("mirror", self.mirror)
+            require_key(MIRROR_TOKEN, os.environ.get(MIRROR_TOKEN))
         host_and_user, *_ = self.url.partition("://")[2].partition("/")
         if self.api_key and "@" in host_and_user:
             raise ConfigError(

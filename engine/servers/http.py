@@ -75,9 +75,10 @@ class Calls:
         self.limit_s = limit_s
         self._error = error
         self._end = time.monotonic() + limit_s
-        self._client = httpx2.Client(
-            base_url=url, limits=httpx2.Limits(max_keepalive_connections=0)
-        )
+        with _naming_proxies():
+            self._client = httpx2.Client(
+                base_url=url, limits=httpx2.Limits(max_keepalive_connections=0)
+            )
         self.seconds: dict[str, float] = {}
 
     def restart_limit(self) -> None:
@@ -289,9 +290,10 @@ class Connections:
             )
             # `ask` limits the whole request.
             timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-            self._pools[loop] = httpx2.AsyncClient(
-                base_url=self._url, limits=limits, timeout=timeout
-            )
+            with _naming_proxies():
+                self._pools[loop] = httpx2.AsyncClient(
+                    base_url=self._url, limits=limits, timeout=timeout
+                )
         return self._pools[loop]
 
 
@@ -311,6 +313,28 @@ def require_server_url(what: str, url: str) -> None:
         )
 
 
+def require_key(what: str, key: str | None) -> None:
+    """Raise ConfigError unless the key ``what`` can be sent in a header. The key is not shown."""
+    for place, letter in enumerate(key or "", start=1):
+        if not "!" <= letter <= "~":
+            raise ConfigError(
+                f"{what} cannot be sent: its character {place} of {len(key or '')} is white space, "
+                "or is not printable ASCII. If it was read from a file, strip its line break"
+            )
+
+
+@contextmanager
+def _naming_proxies() -> Iterator[None]:
+    """Make an HTTP client in this block. It takes its proxy from the environment."""
+    try:
+        yield
+    except (ImportError, ValueError, httpx2.InvalidURL) as error:
+        raise ConfigError(
+            f"no HTTP client can be made ({without_secrets(str(error))}); correct the proxy in "
+            "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or name hosts without one in NO_PROXY"
+        ) from error
+
+
 @contextmanager
 def readable(what: str, error: type[ServerError]) -> Iterator[None]:
     """Read an answer in this block. A missing or malformed entry is raised as ``error``, which
@@ -326,6 +350,7 @@ def bearer(key: str | None) -> dict[str, str]:
     """The header that carries a key, or no header."""
     if not key:
         return {}
+    require_key("a key", key)
     return {"Authorization": f"Bearer {key}"}
 
 

@@ -31,7 +31,7 @@ from .client import ServerClient
 from .completions import adapter_spans, response_of
 from .content_check import ExpectedAnswer
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
-from .http import Calls, Json
+from .http import Calls, Json, require_key
 from .routes import RoutedLayers, decode_flat
 from .server_calls import NO_MEMORY, Sleep
 from .stream import BucketReader
@@ -79,6 +79,7 @@ class SGLangServer(ServerClient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_key(f"admin_key of {self.name}", self.admin_key)
         self._paused = False  # how this client left the server
         self._group_name = ""
         self._is_known = False  # whether it had its name once

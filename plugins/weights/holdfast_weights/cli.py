@@ -41,6 +41,17 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _token() -> str | None:
+    """The token in the environment, which must be one that a header can carry."""
+    token = os.environ.get(TOKEN) or None
+    if token is not None and not all("!" <= letter <= "~" for letter in token):
+        raise FolderError(
+            f"{TOKEN} has white space, or characters that are not printable ASCII, and cannot be "
+            "sent. If it was read from a file, strip its line break"
+        )
+    return token
+
+
 @main.command()
 @click.argument("source")
 @click.argument("local", type=click.Path(path_type=Path))
@@ -64,7 +75,7 @@ def mirror(
     SOURCE is the trainer's folder, a URL such as s3://bucket/weights, or http://host:port of
     `serve`.
     """
-    token = os.environ.get(TOKEN) or None
+    token = _token()
     kept = Mirror(Source(source, token), local)
 
     # The address is taken first: an error of it comes before the work of `open`.
@@ -83,7 +94,7 @@ def serve(root: Path, listen: str) -> None:
     """Serve the files of the versions in the folder ROOT over HTTP, for mirrors without a shared
     folder.
     """
-    with Server(listen, os.environ.get(TOKEN) or None, FileHandler, root) as server:
+    with Server(listen, _token(), FileHandler, root) as server:
         click.echo(f"listening on {server.url}")
         server.serve_forever()
 

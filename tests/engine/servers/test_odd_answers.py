@@ -10,9 +10,10 @@ import resource
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -467,3 +468,38 @@ def test_an_sglang_server_with_the_label_of_another_trainer_is_paused_too(
 def test_an_invalid_server_url_is_refused_before_it_is_used(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
         VLLMServer(url)
+
+
+@pytest.mark.parametrize("key", ["SECRET\n", "SECR\u00c9T", "SECR\u2019T", "SEC RET", "SECRET\x7f"])
+def test_a_key_that_no_header_can_carry_is_refused_at_once_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = re.search("[^!-~]", key)
+    assert odd is not None
+    message = rf"cannot be sent: its character {odd.end()} of {len(key)} is white space"
+
+    def made(make: Callable[[], object], what: str) -> None:
+        with pytest.raises(ConfigError, match=what + message) as caught:
+            make()
+        assert "SEC" not in str(caught.value)
+
+    url = "http://127.0.0.1:9"
+    made(lambda: VLLMServer(url, api_key=key), f"^api_key of {url} ")
+    made(lambda: SGLangServer(url, admin_key=key), f"^admin_key of {url} ")
+    monkeypatch.setenv("HOLDFAST_WEIGHTS_TOKEN", key)
+    made(lambda: VLLMServer(url, mirror=url), "^HOLDFAST_WEIGHTS_TOKEN ")
+    made(lambda: http.bearer(key), "^a key ")
+
+
+@pytest.mark.parametrize("proxy", ["socks5://me:SECRET@127.0.0.1:9", "odd://me:SECRET@127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_used_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    server = VLLMServer("http://10.0.0.1:9")
+    for ask in (server.status, lambda: asyncio.run(server.agenerate(REQUEST))):
+        with pytest.raises(ConfigError, match=r"correct the proxy in .*ALL_PROXY") as caught:
+            ask()
+        assert "SECRET" not in str(caught.value)

@@ -185,6 +185,16 @@ def test_other_machines_need_a_token(listen: str, publisher: Publisher, tmp_path
         )
 
 
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(tmp_path: Path) -> None:
+    command = [*map(str, [COMMAND, "serve", tmp_path]), "--listen", "127.0.0.1:0"]
+    environment = {**os.environ, "HOLDFAST_WEIGHTS_TOKEN": "sesame\n"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=stretched(30)
+    )
+    assert done.returncode == 1 and "sesame" not in done.stderr
+    assert "HOLDFAST_WEIGHTS_TOKEN has white space" in done.stderr
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "localhost:0", "[::1]:0"])
 def test_addresses_are_listened_on(listen: str, publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish(1)
