@@ -5,7 +5,7 @@ The facts reveal a stale snapshot and a wrong restore.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -55,7 +55,13 @@ class RankEngines:
                     f"engine name {name!r} cannot be used; expected letters, digits, _ and -, not "
                     "'state'"
                 )
-        self.engines = {name: as_engine(engine) for name, engine in self.engines.items()}
+        self.engines = {name: self._in_group(engine) for name, engine in self.engines.items()}
+
+    def _in_group(self, thing: Any) -> Any:
+        engine = as_engine(thing)
+        if isinstance(engine, HostEngine) and engine.control_group is None:
+            return replace(engine, control_group=self.group)
+        return engine
 
     @property
     def ranks_with_same_data(self) -> int:
@@ -65,7 +71,9 @@ class RankEngines:
         Raises:
             ConfigError: the engines have different numbers.
         """
-        found = {name: _ranks_with_same_data(engine) for name, engine in self.engines.items()}
+        found = {}
+        for name, engine in self.engines.items():
+            found[name] = _ranks_with_same_data(engine, self.group_of(name))
         if len(set(found.values())) > 1:
             raise ConfigError(
                 "the engines of one handler share their data among different numbers of ranks: "
@@ -100,12 +108,12 @@ class RankEngines:
         return getattr(self.engines[name], "control_group", None) or self.group
 
 
-def _ranks_with_same_data(engine: Any) -> int:
+def _ranks_with_same_data(engine: Any, group: RankGroup) -> int:
     if isinstance(engine, DCPState | HostEngine):
         return engine.ranks_with_same_data
     # A custom engine may not have the attribute.
     data_ranks = getattr(engine, "data_parallel_world_size", None)
-    return 1 if data_ranks is None else get_world_size() // data_ranks
+    return 1 if data_ranks is None else get_world_size(group) // data_ranks
 
 
 def engines_of(holder: Any) -> RankEngines:

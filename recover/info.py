@@ -56,7 +56,7 @@ class RecoverInfo:
     metrics: dict[str, float] = field(default_factory=dict)  # given to ``dump``, used by retention
     # engine name -> facts to check after a restore
     engines: dict[str, EngineFacts] = field(default_factory=dict)
-    # process (``rank_00000`` ..., ``driver``) -> generators' digest
+    # process (``rank_00000`` ... in the handler's group, ``driver``) -> generators' digest
     rng: dict[str, str] = field(default_factory=dict)
     # torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in older
     # generations

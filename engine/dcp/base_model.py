@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ...utils.distributed import RankGroup, gather_objects, get_rank, get_world_size
+from ...utils.distributed import (
+    RankGroup,
+    gather_objects,
+    get_group_ranks,
+    get_rank,
+    get_world_size,
+)
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
@@ -69,19 +75,19 @@ class FrozenBase:
     changes.
 
     Attributes:
-        sums: name -> this rank's share of the sum over the bits of a parameter that checkpoints
-            leave out.
+        sums: name -> sum over the bits of this rank's part of a parameter that checkpoints leave
+            out.
     """
 
     def __init__(self, named: Tensors) -> None:
-        self.sums = sums_of(named)
+        self.sums = _part_sums(named)
 
     def changed(self, frozen: Tensors) -> list[str]:
         """Names of the ``frozen`` parameters whose part on this rank has changed, or was never
         noted. Cost: one pass over this rank's part of the base.
         """
         watched = {name: tensor for name, tensor in frozen.items() if name in self.sums}
-        now = sums_of(watched)
+        now = _part_sums(watched)
         unchanged = {name for name, bits in now.items() if bits == self.sums[name]}
         return sorted(frozen.keys() - unchanged)
 
@@ -117,25 +123,40 @@ frozen_bases = PerModel[FrozenBase](
 )
 
 
-def sums_of(named: Tensors) -> dict[str, int]:
-    """Name -> this rank's share of the `bit_sum` of a parameter. Only the first rank that holds a
-    part counts it.
+def sums_of(
+    named: Tensors,
+    group: RankGroup = None,
+) -> dict[str, int]:
+    """Name -> this rank's share of the `bit_sum` of a parameter. Only the first rank of ``group``
+    that holds a part counts it.
     """
-    sums = dict.fromkeys(named, 0)
+    return dict.fromkeys(named, 0) | _part_sums(_counted(named, group))
+
+
+def _part_sums(named: Tensors) -> dict[str, int]:
+    sums = {}
     for name, tensor in named.items():
-        if counts_here(tensor):
-            offsets = local_box(tensor).offsets
-            sums[name] = bit_sum(f"model.{name}", local_tensor(tensor), offsets)
+        offsets = local_box(tensor).offsets
+        sums[name] = bit_sum(f"model.{name}", local_tensor(tensor), offsets)
     return sums
+
+
+def _counted(
+    named: Tensors,
+    group: RankGroup,
+) -> dict[str, Tensor]:
+    ranks = None if group is None else get_group_ranks(group)
+    return {name: tensor for name, tensor in named.items() if counts_here(tensor, ranks)}
 
 
 def describe_base(
     frozen: Tensors,
     folder: BaseFolder,
+    group: RankGroup = None,
     adapters: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Describe frozen parameters that a checkpoint leaves out, as JSON in uint8. The same on every
-    rank.
+    rank of ``group``.
 
     ``adapters`` is the result of `describe_adapters` for the adapters trained on them, for tools
     without the model.
@@ -149,11 +170,11 @@ def describe_base(
         "tensors": len(frozen),
         "bytes": n_bytes,
         "dtypes": dict(sorted(dtypes.items())),
-        "ranks": get_world_size(),
+        "ranks": get_world_size(group),
     }
 
     # Told only if it is not the usual one.
-    cuts = _cuts_of(frozen)
+    cuts = _cuts_of(frozen, group)
     if cuts:
         described["cuts"] = cuts
 
@@ -165,15 +186,19 @@ def describe_base(
 
 def sample_base(
     frozen: Tensors,
+    group: RankGroup = None,
     sums: Mapping[str, int] | None = None,
 ) -> Tensor:
-    """This rank's share of the fingerprint of frozen parameters (see `pack_share`). ``sums`` if
-    they are known.
+    """This rank's share of the fingerprint of frozen parameters that the ranks of ``group`` hold
+    (see `pack_share`).
+
+    ``sums`` are those of `FrozenBase`, if they are known.
     """
+    counted = _counted(frozen, group)
     if sums is None:
-        sums = sums_of(frozen)
-    sampled = sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})
-    total = sum(sums[name] for name in frozen)
+        sums = _part_sums(counted)
+    sampled = sample_state({f"model.{name}": tensor for name, tensor in frozen.items()}, group)
+    total = sum(sums[name] for name in counted)
     return pack_share(int(sampled["model"]), total)
 
 
@@ -214,18 +239,19 @@ def check_own_base(
     frozen: Tensors,
     folder: BaseFolder,
     own: str,
+    group: RankGroup,
 ) -> None:
-    """`check_base` of this rank's share alone, whose name is ``own``. Only if this rank held the
-    same part then.
+    """`check_base` of this rank's share alone, whose name is ``own``. Only if this rank of
+    ``group`` held the same part then.
     """
     if BASE not in saved or own not in saved:
         return
 
     # Another cut gives a rank other parts, which have another fingerprint.
     there = unpack_json(saved[BASE], BASE)
-    same_ranks = there.get("ranks") == get_world_size()
-    if same_ranks and there.get("cuts", []) == _cuts_of(frozen):
-        shares_here = [sample_base(frozen)]
+    same_ranks = there.get("ranks") == get_world_size(group)
+    if same_ranks and there.get("cuts", []) == _cuts_of(frozen, group):
+        shares_here = [sample_base(frozen, group)]
         _compare("the state", saved[BASE], [saved[own]], frozen, folder, shares_here)
 
 
@@ -274,14 +300,17 @@ def _compare(
     )
 
 
-def _cuts_of(frozen: Tensors) -> list[str]:
+def _cuts_of(
+    frozen: Tensors,
+    group: RankGroup,
+) -> list[str]:
     """Meshes and placements of parameters that are not simply cut by rows over all ranks."""
     cuts = set()
     for tensor in frozen.values():
         if isinstance(tensor, DTensor):
             mesh_shape = list(ranks_of(tensor.device_mesh).shape)
             cuts.add(f"{mesh_shape} {tensor.placements}")
-    usual = f"{[1, get_world_size()]} {(Shard(0),)}"
+    usual = f"{[1, get_world_size(group)]} {(Shard(0),)}"
     return sorted(cuts - {usual})
 
 

@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...utils.distributed import RankGroup, get_group_ranks
 from ..memory.tensors import counts_here, local_box, local_tensor
 
 Sums = dict[str, int | bool]
@@ -57,7 +58,10 @@ class _Picked(NamedTuple):
     places: Tensor  # in the flattened local tensor, on its device
 
 
-def sample_state(tensors: Mapping[str, Tensor]) -> Sums:
+def sample_state(
+    tensors: Mapping[str, Tensor],
+    group: RankGroup = None,
+) -> Sums:
     """This rank's share of the fingerprints of a state.
 
     Args:
@@ -65,11 +69,13 @@ def sample_state(tensors: Mapping[str, Tensor]) -> Sums:
             tensor. ``optim`` tensors with one element are ignored, because a step count alone would
             change the sum. If several ranks hold the same part, the first of them takes the
             samples.
+        group: the ranks that hold the tensors.
 
     Returns:
         part -> sum of hashes modulo 2**64, and ``moved``: whether any sampled bit of the
         optimizer's tensors is set. None is set before the first step.
     """
+    ranks = None if group is None else get_group_ranks(group)
     picks: dict[Any, _Picked] = {}
     names = []
     positions = []
@@ -84,7 +90,7 @@ def sample_state(tensors: Mapping[str, Tensor]) -> Sums:
         if isinstance(tensor, DTensor):
             layout += (tensor.device_mesh, tensor.placements)
         if layout not in picks:
-            picks[layout] = _pick(tensor, local.device)
+            picks[layout] = _pick(tensor, local.device, ranks)
         picked = picks[layout]
 
         if len(picked.positions):
@@ -166,10 +172,11 @@ def _is_sampled(
 def _pick(
     tensor: Tensor,
     device: torch.device,
+    ranks: Sequence[int] | None,
 ) -> _Picked:
     box = local_box(tensor)
     positions = _positions(tensor.numel())
-    if not counts_here(tensor):
+    if not counts_here(tensor, ranks):
         positions = positions[:0]
     if not tensor.dim():
         return _Picked(positions, torch.from_numpy(positions).to(device))

@@ -251,7 +251,7 @@ class Checkpoint:
             frozen = state.frozen_parameters()
             share = None
             if BASE in small:
-                share = sample_base(frozen)
+                share = sample_base(frozen, state.group)
 
         # The base that the folder leaves out must be the one here.
         if share is not None:
@@ -263,8 +263,9 @@ class Checkpoint:
         return DCPLoad(state, destinations.proposed, reader, copies, values)
 
     def as_stored(self, state: DCPState) -> DCPState:
-        """``state`` with the parameters of this folder."""
-        return state.as_stored({_own(name) for name in self.layout.names()})
+        """``state`` with the parameters of this folder, and with its group if it has none."""
+        stored = state.as_stored({_own(name) for name in self.layout.names()})
+        return stored.with_group(self.group)
 
     def plan(self, destinations: Mapping[str, Destination]) -> TensorReader:
         """Find the bytes of stored tensors in the files, without reading them. Not collective."""
@@ -555,7 +556,7 @@ def _small_names(
     0.
     """
     saved = sorted(saved)
-    found = _of_rank("module_state", get_rank(), saved)
+    found = _of_rank("module_state", state.rank, saved)
 
     # Facts about the model, and the share of every rank in the fingerprint of its base.
     facts = {f"{ROOT}.{BASE}", f"{ROOT}.{ADAPTERS}"}

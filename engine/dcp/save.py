@@ -114,7 +114,7 @@ def write_dcp(
     """
     # Torch would leave the other ranks waiting if the state of one cannot be collected.
     if isinstance(state, DCPState):
-        state = state.with_agreed_base()
+        state = state.with_group(group).with_agreed_base()
     with all_ranks_succeed(f"collecting the state for {folder}", group):
         values = state.state_dict()
         if isinstance(state, DCPState):

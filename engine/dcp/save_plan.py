@@ -65,9 +65,9 @@ class TensorStructure:
         """Whether every rank, or every data rank, has such a tensor under its own name."""
         return OWN in self.name
 
-    def name_of(self, global_rank: int) -> str:
-        """Full name of the tensor on a rank."""
-        return self.name.replace(OWN, rank_key(global_rank // self.sharing))
+    def name_of(self, rank: int) -> str:
+        """Full name of the tensor on a rank of the group that saves."""
+        return self.name.replace(OWN, rank_key(rank // self.sharing))
 
     def bytes_of(self, box: Box) -> int:
         """Bytes of the archive of a part of the tensor."""
@@ -209,7 +209,7 @@ def describe_state(
         sharing = 1
         if name.startswith(f"{ROOT}.{GENERATORS}."):
             sharing = n_peers
-        own = rank_key(get_rank() // sharing)
+        own = rank_key(get_rank(group) // sharing)
         if name.startswith(tuple(f"{ROOT}.{key}.{own}" for key in RANK_KEYED)):
             name = name.replace(own, OWN, 1)
 
@@ -307,7 +307,7 @@ def plan_alone(
     n_bytes = 0
     for number in writers.written_by(own_rank):
         tensor = structure.tensors[number]
-        names.append(tensor.name_of(structure.ranks[own_rank]))
+        names.append(tensor.name_of(own_rank))
         n_bytes += tensor.bytes_of(writers.box_of(number, own_rank))
 
     # The files of all ranks.
@@ -410,11 +410,10 @@ class _Writers:
             self._chosen[number, shard] = writer
 
     def written_by(self, rank: int) -> Iterator[int]:
-        global_rank = self._structure.ranks[rank]
         for number, shards in enumerate(self._shards):
             if shards is None:
                 # The first of the ranks that share an own tensor writes it.
-                writes = global_rank % self._structure.tensors[number].sharing == 0
+                writes = rank % self._structure.tensors[number].sharing == 0
             else:
                 shard = shards.number[rank]
                 writes = self._chosen.get((number, shard), rank) == rank
@@ -483,18 +482,16 @@ def _as_received(
     """Names of a rank's tensors, and the paths that come from it, as objects that no other rank
     has.
     """
-    own = structure.ranks[structure.rank]
-    its = structure.ranks[rank]
     keys: dict[int, str] = {}  # a key that is one object here is one there
-    names = [tensor.name_of(its) for tensor in structure.tensors]
+    names = [tensor.name_of(rank) for tensor in structure.tensors]
     its_paths: dict[str, tuple[Any, ...]] = dict.fromkeys(names, ())
     for name, tensor in zip(names, structure.tensors, strict=True):
         if rank == structure.rank:
             its_paths[name] = paths[name]
         elif tensor.is_own:
             # The path of this rank's own tensor, with the key of the other rank.
-            root, kind, key, *rest = paths[tensor.name_of(own)]
-            its_key = keys.setdefault(id(key), rank_key(its // tensor.sharing))
+            root, kind, key, *rest = paths[tensor.name_of(structure.rank)]
+            its_key = keys.setdefault(id(key), rank_key(rank // tensor.sharing))
             its_paths[name] = (root, kind, its_key, *rest)
     return pickle.loads(pickle.dumps((names, its_paths)))
 

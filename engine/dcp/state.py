@@ -151,7 +151,8 @@ class DCPState(TorchStateful):
         base: source of the frozen parameters, for messages. None takes the one that a transformers
             model names.
         group: control group of the ranks that hold the model and agree on the parameters to leave
-            out. None: all ranks.
+            out. None: the group of the save or load, which are all ranks unless it is told. Values
+            that each rank has of its own are numbered in it.
         changes_only_in_step: promise that only ``optimizer.step`` and code in `changing_weights`
             change parameters and optimizer state. A snapshot may then still be copying them during
             the next forward and backward (see `staged_state`). If they change nevertheless, the
@@ -217,11 +218,16 @@ class DCPState(TorchStateful):
         frozen_bases.set(self.model, base)
 
     @property
+    def rank(self) -> int:
+        """Index of this rank in ``group``. It numbers the values that each rank has of its own."""
+        return get_rank(self.group)
+
+    @property
     def data_rank(self) -> int:
         """Index of this rank among the ranks with different data. It numbers the generators of a
         checkpoint.
         """
-        return get_rank() // self.ranks_with_same_data
+        return self.rank // self.ranks_with_same_data
 
     @property
     def base(self) -> BaseFolder:
@@ -234,6 +240,12 @@ class DCPState(TorchStateful):
         state.optimizer = None
         state.scheduler = None
         state.counters = None
+        return state
+
+    def with_group(self, group: RankGroup) -> "DCPState":
+        """The same state with ``group``, unless it has a group already."""
+        state = copy.copy(self)
+        state.group = self.group or group
         return state
 
     def with_rng(self, rng: RngState) -> "DCPState":
@@ -311,7 +323,7 @@ class DCPState(TorchStateful):
         state: dict[str, Any] = {"model": with_host_copies(self.model, tensors, MODEL)}
         own = module_state(self.model)
         if own:
-            state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
+            state["module_state"] = {rank_key(self.rank): pack_module_state(own)}
         settings = adapter_settings(self.model)
         if settings:
             state[ADAPTERS] = pack_json(settings, ADAPTERS)
@@ -320,9 +332,10 @@ class DCPState(TorchStateful):
         left_out = self.frozen_parameters()
         if left_out:
             sums = None if base is None else base.sums
-            share = sample_base(with_host_copies(self.model, left_out, MODEL), sums)
-            state[BASE] = describe_base(left_out, self.base, describe_adapters(self.model))
-            state[BASE_SAMPLE] = {rank_key(get_rank()): share}
+            share = sample_base(with_host_copies(self.model, left_out, MODEL), self.group, sums)
+            adapters = describe_adapters(self.model)
+            state[BASE] = describe_base(left_out, self.base, self.group, adapters)
+            state[BASE_SAMPLE] = {rank_key(self.rank): share}
         if self.optimizer is not None:
             state |= self._training_state(self.optimizer)
         return state
@@ -382,8 +395,8 @@ class DCPState(TorchStateful):
                 f"the state has no {missing[0]!r} ({len(missing)} missing)"
             )
         values = stored.check_values(given)
-        own_share = f"{BASE_SAMPLE}.{rank_key(get_rank())}"
-        check_own_base(given, stored.frozen_parameters(), self.base, own_share)
+        own_share = f"{BASE_SAMPLE}.{rank_key(self.rank)}"
+        check_own_base(given, stored.frozen_parameters(), self.base, own_share, self.group)
 
         # A tensor that torch has read into is itself. An empty one has a storage but no address.
         others = {}
@@ -403,7 +416,7 @@ class DCPState(TorchStateful):
         configured = self.configured(values)
         stored.restore(values)
         settled = configured.settle()
-        if get_rank() == 0:
+        if self.rank == 0:
             warn_of_settings("the checkpoint", *settled)
 
     def configured(self, values: SavedValues) -> Configured:
@@ -460,7 +473,7 @@ class DCPState(TorchStateful):
         """
         # A rank that the saved run did not have takes the state of rank 0.
         modules = {}
-        for rank in (get_rank(), 0):
+        for rank in (self.rank, 0):
             packed = given.get(f"module_state.{rank_key(rank)}")
             if packed is not None:
                 modules = unpack_module_state(packed, self.model)

@@ -328,9 +328,14 @@ def copy_number(
     return int(number), math.prod(sizes)
 
 
-def counts_here(tensor: Tensor) -> bool:
-    """Whether this rank is the first of the ranks that hold the same part of a tensor."""
-    number, copies = copy_number(tensor)
+def counts_here(
+    tensor: Tensor,
+    group: Sequence[int] | None = None,
+) -> bool:
+    """Whether this rank is the first of the ranks that hold the same part of a tensor. ``group``:
+    see `copy_number`.
+    """
+    number, copies = copy_number(tensor, group)
     return number == 0 < copies
 
 

@@ -138,9 +138,7 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
     - At the world size of the save, a rank verifies its own data files and its own process state.
       It reads them next, and finds them in the page cache of its machine.
     - All other files, and at another world size all files, are assigned from the largest to the
-      smallest, each to the rank with the fewest bytes so far. The same holds for a group other than
-      the job's first ranks, where process states are numbered in the job and data files in the
-      group.
+      smallest, each to the rank with the fewest bytes so far.
     """
     # Files that a rank reads next.
     owners = {}

@@ -151,7 +151,7 @@ def read_rank(
     loads = {name: opened.checkpoints[name].read(state) for name, state in states.items()}
     opened.close()  # everything is planned
     with all_ranks_succeed(f"reading {path}", target.group_of()):
-        process = ProcessState.read(path, get_rank(), target.ranks_with_same_data)
+        process = ProcessState.read(path, get_rank(target.group), target.ranks_with_same_data)
         for load in loads.values():
             load.check_unchanged()
 
@@ -168,7 +168,8 @@ def read_rank(
     samples = {}
     for name, load in loads.items():
         counts = count_engine(load.state, load.first_group)
-        samples[name] = replace(counts, sample=sample_state(load.state.live_tensors()))
+        sample = sample_state(load.state.live_tensors(), target.group_of(name))
+        samples[name] = replace(counts, sample=sample)
     settled = {name: each.settle(is_own=is_own) for name, each in configured.items()}
     return RankState(
         samples,

@@ -363,7 +363,7 @@ class RankSession:
 
         # The groups and the number of the rank, because a group may be destroyed before the write.
         groups = {name: target.group_of(name) for name in target.engines}
-        rank = get_rank()
+        rank = get_rank(target.group)
         if rank == 0:
             self._models = {name: state.model for name, state in states.items()}
         switches = numerical_switches(states, target.engines)
@@ -415,7 +415,7 @@ class RankSession:
             self.finish_staging(staged)
             samples = {}
             for name, values in capture.values.items():
-                sample = sample_state(dict(flatten(values)))
+                sample = sample_state(dict(flatten(values)), groups[name])
                 samples[name] = replace(capture.part.samples[name], sample=sample)
 
         # Step 2: the shards.

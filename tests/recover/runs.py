@@ -51,11 +51,12 @@ class SettledHandler(RecoverHandler):
 
 
 def make_handler(
-    fileroot: Path | str, notices: Sequence[Any] = (), **options: Any
+    fileroot: Path | str, notices: Sequence[Any] = (), group: Any = None, **options: Any
 ) -> RecoverHandler:
     options = {"async_save": IN_BACKGROUND} | options
     config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(fileroot), **options)
-    return (SettledHandler if config.async_save else RecoverHandler)(config, SPEC, notices=notices)
+    kind = SettledHandler if config.async_save else RecoverHandler
+    return kind(config, SPEC, notices=notices, group=group)
 
 
 def draw() -> tuple[float, ...]:

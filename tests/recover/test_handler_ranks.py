@@ -1,5 +1,6 @@
 """The handler under torchrun: every rank calls it, on real gloo ranks with real sharded engines."""
 
+import json
 import os
 import resource
 import threading
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from holdfast.engine import OptimizerConfig
 from holdfast.engine.api import SaveLoadMeta
@@ -37,10 +41,12 @@ from holdfast.utils.rng import seed_rng
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.limits import stretched
+from tests.recover.cli.commands import holdfast
 from tests.recover.runs import (
     Job,
     Meter,
     Tiny,
+    draw,
     hidden,
     make_engine,
     make_handler,
@@ -131,6 +137,58 @@ def _load_whole(rank: int, world_size: int, model: str, folder: str) -> dict[str
     engine.load(SaveLoadMeta(folder, "dcp", with_optim=True))
     params: Any = engine.model.named_parameters()
     return {name: param.full_tensor().detach().clone() for name, param in params}
+
+
+def _run_in_a_part(
+    rank: int, world_size: int, model: str, root: str, ranks: list[int]
+) -> tuple[float, ...] | None:
+    """Take the next step of a run on some ranks of the job. Returns what this rank draws after a
+    snapshot that it made, or after one that it has restored.
+    """
+    group: Any = dist.new_group(ranks)
+    if rank not in ranks:
+        return None
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if len(ranks) > 1:
+        fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    meter = Meter()
+    seed_rng(rank)
+    with make_handler(root, freq_steps=1, group=group) as handler:
+        handler.register("meter", meter)
+        info = handler.load((module, optimizer))
+        if info is not None:
+            facts = info.engines["default"]
+            assert facts.moved and "0" * 16 not in facts.fingerprints.values()
+            assert meter.seen == [ranks.index(rank)]
+            return draw()
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        meter.seen.append(ranks.index(rank))
+        assert handler.dump((module, optimizer), step_info(0))
+        return draw()
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"), [([1], [1]), ([1, 2], [1, 2]), ([1, 2], [0, 1])], ids=str
+)
+def test_a_handler_of_any_ranks_of_the_job_resumes_and_its_generations_are_exported(
+    saved_by: list[int], resumed_by: list[int], model: str, tmp_path: Path
+) -> None:
+    saved = run_ranks(_run_in_a_part, 3, model, str(tmp_path), saved_by)
+    resumed = run_ranks(_run_in_a_part, 3, model, str(tmp_path), resumed_by)
+    assert [saved[rank] for rank in saved_by] == [resumed[rank] for rank in resumed_by]
+
+    # The ranks are numbered in the group, and the first of them has packed the model's files.
+    folder = newest(tmp_path)
+    of_ranks = [f"rank_{number:05d}" for number in range(len(saved_by))]
+    files = sorted(os.listdir(folder / "state"))
+    assert files == ["model_files_default.pt", *(f"{name}.pt" for name in of_ranks)]
+    assert list(json.loads((folder / "recover_info.json").read_text())["rng"]) == of_ranks
+    code, _, err = holdfast("export", folder, "--to", tmp_path / "exported")
+    assert code == 0, err
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
 
 @contextmanager
@@ -231,7 +289,7 @@ def _fail_beside_a_frozen_base(rank: int, world_size: int, root: str) -> None:
         meter.mean = torch.zeros(2)
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(base_model, "sums_of", refuse(torch.OutOfMemoryError("full")))
+                patch.setattr(base_model, "_part_sums", refuse(torch.OutOfMemoryError("full")))
             fails(dump, torch.OutOfMemoryError, culprit)
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine.dcp import save
+from holdfast.engine.dcp.format import read_layout
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver, save_dcp
 from holdfast.engine.dcp.state import DCPState
@@ -32,6 +33,7 @@ from holdfast.utils.distributed import is_write_failure
 from holdfast.utils.errors import CheckpointWriteError, PeerError
 from holdfast.utils.files import DurableFile
 from holdfast.utils.manifest import FileEntry, file_entries
+from holdfast.utils.rng import seed_rng
 from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.helpers import run_ranks
 
@@ -268,6 +270,67 @@ def test_a_plan_that_was_made_with_other_ranks_is_not_used_again(tmp_path: Path)
         "dcp.model.bias",
         "dcp.model.weight",
     ]
+
+
+class _Named(nn.Linear):
+    """A module with extra state of its own on each rank, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.bias.requires_grad_(False)
+        self.told = ""
+
+    def get_extra_state(self) -> Any:
+        return {"told": self.told}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state["told"]
+
+
+def _save_and_load_in_parts(
+    rank: int, world_size: int, folder: str, n_peers: int
+) -> tuple[tuple[float, str] | None, ...]:
+    """Save on ranks 1 and 2, then load on 0 and 1. Returns what this rank drew after each, and the
+    extra state.
+    """
+    found: list[tuple[float, str] | None] = []
+    for ranks in ([1, 2], [0, 1]):
+        group: Any = dist.new_group(ranks)  # waits for all ranks of the job
+        if rank not in ranks:
+            found.append(None)
+            continue
+        torch.manual_seed(0)
+        model = _Named()
+        optimizer = torch.optim.AdamW([model.weight])
+        state = DCPState(model, optimizer, trainable_only=True, ranks_with_same_data=n_peers)
+        number = ranks.index(rank)
+        if ranks == [1, 2]:
+            seed_rng(7 + number // n_peers)
+            model.told = f"number {number}"
+            save_dcp(folder, state, group)
+        else:
+            load_dcp(folder, state, group)
+        found.append((torch.rand(1).item(), model.told))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("n_peers", [1, 2])
+def test_values_of_each_rank_are_numbered_in_the_group_that_saves(
+    tmp_path: Path, n_peers: int
+) -> None:
+    folder = tmp_path / "saved"
+    found = run_ranks(_save_and_load_in_parts, 3, str(folder), n_peers)
+    saved = [found[rank][0] for rank in (1, 2)]
+    assert saved == [found[rank][1] for rank in (0, 1)]
+    assert [told for _, told in saved] == ["number 0", "number 1"]
+    assert (saved[0][0] == saved[1][0]) == (n_peers == 2)
+
+    # The share of the frozen parameter, which every rank holds, is the first rank's.
+    names = read_layout(folder).names()
+    assert {name for name in names if name.startswith("dcp.base_sample")} == {
+        "dcp.base_sample.rank_00000",
+        "dcp.base_sample.rank_00001",
+    }
 
 
 def _write_replicated(rank: int, world_size: int, folder: str) -> int:
