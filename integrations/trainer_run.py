@@ -375,16 +375,27 @@ class TrainerRun:
         cut = self._cut()
         saved_samples = self._samples_of_a_step(saved_cut)
         samples = self._samples_of_a_step(cut)
+        groups_by_length = self._trainer.args.train_sampling_strategy == "group_by_length"
+        advice = "Choose gradient_accumulation_steps so that it has as many"
+        if groups_by_length:
+            advice = "Resume with the processes and batches of the run"
+        problem = ""
         if samples != saved_samples:
+            problem = f"a step of the run has {saved_samples} samples ({saved_cut}), here it has "
+            problem += f"{samples} ({cut})"
+        elif groups_by_length and _samples_of_a_process(cut) != _samples_of_a_process(saved_cut):
+            # LengthGroupedSampler is not told how many processes there are.
             problem = (
-                f"a step of the run has {saved_samples} samples ({saved_cut}), here it has "
-                f"{samples} ({cut}): samples would be lost or repeated"
+                "group_by_length makes the order of an epoch from the samples of a step in one "
+                f"process, which were {_samples_of_a_process(saved_cut)} ({saved_cut}) and are "
+                f"{_samples_of_a_process(cut)} here ({cut})"
             )
+        if problem:
+            problem += ": samples would be lost or repeated"
             if not self._epochs_may_change:
                 raise CheckpointMismatchError(
-                    f"{problem}. Choose gradient_accumulation_steps so that it has as many, or set "
-                    "epochs_may_change=True to go on at the same part of the epoch, in a stream "
-                    "after as many steps"
+                    f"{problem}. {advice}, or set epochs_may_change=True to go on at the same part "
+                    "of the epoch, in a stream after as many steps"
                 )
             if self._is_stream:
                 logger.warning("%s", problem)
@@ -462,8 +473,7 @@ class TrainerRun:
         return cut | {"world_size": get_world_size() // self._ranks_with_same_samples}
 
     def _samples_of_a_step(self, cut: Mapping[str, int]) -> int:
-        samples = cut["per_device_train_batch_size"] * cut["gradient_accumulation_steps"]
-        samples *= cut.get("n_gpu", 1)
+        samples = _samples_of_a_process(cut)
         # A batch is otherwise one of all ranks.
         if not self._trainer.args.accelerator_config.split_batches:
             samples *= cut["world_size"]
@@ -513,6 +523,11 @@ class TrainerRun:
                 if isinstance(value, int | float):
                     numbers.setdefault(name, float(value))
         self._open_handler.dump(self._engines(), step, force=force, metrics=numbers)
+
+
+def _samples_of_a_process(cut: Mapping[str, int]) -> int:
+    samples = cut["per_device_train_batch_size"] * cut["gradient_accumulation_steps"]
+    return samples * cut.get("n_gpu", 1)
 
 
 def _plain(value: Any) -> Any:

@@ -315,6 +315,27 @@ def test_another_batch_size_is_refused_where_an_epoch_has_as_many_steps(tmp_path
     assert resumed.state.global_step == 4
 
 
+def stopped_in_its_epoch(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="stopped here"):
+        make(folder, callbacks=[StopAt(2)], recover={"freq_steps": 1}, **options).train()
+
+
+def test_an_order_by_length_is_refused_with_another_number_of_processes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
+    codes = run_job(stopped_in_its_epoch, tmp_path, options, ranks=2)
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+
+    # A step has as many samples, but the order is made from those of one process.
+    options |= {"gradient_accumulation_steps": 2}
+    refused = r"one process, which were 2 .* and are 4 here .*: samples would be lost"
+    with pytest.raises(CheckpointMismatchError, match=refused):
+        make(tmp_path, **options).train()
+    assert generations(tmp_path) == ["global_step_0"]
+    allowed = make(tmp_path, epochs_may_change=True, **options)
+    allowed.train()
+    assert allowed.state.global_step == 6
+
+
 def test_another_batch_size_is_refused_for_a_stream(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped here"):
         make(tmp_path, rows=Stream(), callbacks=[StopAt(3)]).train()
