@@ -20,17 +20,15 @@ snapshot. Draws in worker processes (``num_workers``) cannot be noted.
 """
 
 import weakref
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..recover.data.dataset_fingerprint import probe_dataset
-from ..recover.data.restore import same_state
+from ..recover.data.indices import IndexDigests, other_order
+from ..recover.data.moments import Moment, moment_of, restore_moment, same_state
 from ..recover.data.samplers import draws_of, replace_iter, restore_draws
 from ..utils.compat.torch_private import is_iterated
 from ..utils.errors import CheckpointMismatchError
@@ -38,11 +36,6 @@ from ..utils.logging import get_logger
 from ..utils.rng import RngState, capture_rng, restore_rng
 
 logger = get_logger(__name__)
-
-Moment = dict[str, Any]
-"""State of everything that an epoch draws from: ``rng`` (see `capture_rng`) and ``sources``
-(`draws_of` of the samplers).
-"""
 
 _UNWATCHED = "holdfast_unwatched_iter"
 """Attribute of a watched sampler's class: the iteration before it was watched."""
@@ -103,8 +96,7 @@ class LoaderNotes:
         self._order: Moment = {}
         self._order_restored: Moment = {}
 
-        # Per batch a digest of the indices up to it, empty if they are not plain numbers.
-        self._read = array("Q")
+        self._read = IndexDigests()
         self._expected_count = 0
         self._expected_digest = ""
         self._first: dict[str, Any] = {}  # see `_note_first`
@@ -152,7 +144,12 @@ class LoaderNotes:
         """
         notes = {"workers": self._workers, "dataset": self._dataset}
         if given is None:
-            return {"sources": self._moment()["sources"], **notes, "first": self._first}
+            now = self._moment()
+            return {
+                **notes,
+                "sources": now["sources"],
+                "first": self._first,
+            }
 
         # The next batch may be fetched already. Then its draws are repeated.
         ahead: RngState = {}
@@ -164,7 +161,7 @@ class LoaderNotes:
             "sources": self._begin["sources"],
             "order": self._order,
             "ahead": ahead,
-            "read": _last_digest(self._read[: given * self._share]),
+            "read": self._read.after(given * self._share),
         }
 
     def other_dataset(self, state: dict[str, Any]) -> str:
@@ -211,7 +208,9 @@ class LoaderNotes:
         self._expected_count = first
         self._expected_digest = state.get("read", "")
         self._fetch = None
-        self._skip = first if skip else 0
+        self._skip = 0
+        if skip:
+            self._skip = first
 
         # A batch that was fetched before the snapshot draws what it drew then.
         self._plan = {first: go_on}
@@ -250,12 +249,10 @@ class LoaderNotes:
         return found
 
     def _moment(self) -> Moment:
-        return {"rng": capture_rng(), "sources": [draws_of(source) for source in self._sources]}
+        return moment_of(self._sources)
 
     def _restore(self, moment: Moment) -> None:
-        for source, draws in zip(self._sources, moment["sources"], strict=False):
-            restore_draws(source, draws)
-        restore_rng(moment["rng"])
+        restore_moment(self._sources, moment)
 
     def _watch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Yield the batches of a sampler with a note before each."""
@@ -266,17 +263,11 @@ class LoaderNotes:
         if self._persistent:
             self._workers = self._workers or self._begin
 
-        self._read = array("Q")
-        digest = xxhash.xxh3_64()
+        self._read = IndexDigests()
         number = -1
         for number, indices in enumerate(begin()):
             self._compare(number)
-
-            # The digests end at the first batch that is not plain numbers.
-            numbers = _plain_bytes(indices)
-            if numbers is not None and len(self._read) == number:
-                digest.update(numbers)
-                self._read.append(digest.intdigest())
+            self._read.add(indices)
             if number == 0:
                 self._note_first()
             if number >= self._skip:
@@ -291,14 +282,17 @@ class LoaderNotes:
         """Note the digest of the first batch, and whether each epoch has the same: ``again``.
         It is None if only one epoch was seen.
         """
-        first = _last_digest(self._read[:1])
+        first = self._read.after(1)
         last = self._first.get("digest")
         restored = self._first_restored
 
         # A batch that depends on the epoch or on draws is not the same again.
         changes = any(hasattr(source, "set_epoch") for source in self._sources)
+        if not changes:
+            now = self._moment()
+            changes = not same_state(self._order, now)
         again = None
-        if changes or not same_state(self._order, self._moment()):
+        if changes:
             again = False
         elif last:
             again = first == last
@@ -313,20 +307,16 @@ class LoaderNotes:
             logger.warning("%s", message)
 
     def _other_order(self, found: str) -> str:
-        names = ", ".join(
-            type(source).__name__ for source in self._sources if source is not self._loader
-        )
-        return (
-            f"{names}: the first {found} other samples than in the run that is resumed, so "
-            "samples would be lost or repeated. Make the samplers with the arguments of the run. "
-            "A sampler of your own should draw from a generator in one of its attributes, or from "
-            "an integer in an attribute named seed: both are saved"
-        )
+        names = []
+        for source in self._sources:
+            if source is not self._loader:
+                names.append(type(source).__name__)
+        return other_order(", ".join(names), found)
 
     def _compare(self, count: int) -> None:
         if not self._expected_digest or count != self._expected_count:
             return
-        found = _last_digest(self._read)
+        found = self._read.after(count)
         if found and found != self._expected_digest:
             raise CheckpointMismatchError(self._other_order(f"{count} batches of the epoch have"))
 
@@ -371,22 +361,6 @@ def _samplers(source: Any) -> Iterator[Any]:
     while source is not None:
         yield source
         source = inner_sampler(source)
-
-
-def _plain_bytes(indices: Any) -> bytes | None:
-    try:
-        numbers = np.asarray(indices)
-    except (TypeError, ValueError):  # ragged, or on a GPU
-        return None
-    if numbers.dtype.kind not in "iubU":
-        return None
-    return numbers.tobytes()
-
-
-def _last_digest(read: array) -> str:
-    if not read:
-        return ""
-    return f"{read[-1]:016x}"
 
 
 def _is_digest(fingerprint: str) -> bool:

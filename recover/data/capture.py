@@ -7,6 +7,8 @@ of torchdata's ``StatefulDataLoader`` includes none of these. In the middle of a
 late to ask for them: the generator has drawn, and a sampler may have moved on to the next epoch
 while batches were prefetched. So `note_order` makes the sampler's ``__iter__`` write an `OrderNote`
 when the epoch begins.
+
+Where else a sampler may draw from, and whether the indices are the same again, see `indices`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +18,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from ...engine.api import Stateful
 from ...utils.errors import ConfigError
 from ...utils.plain_values import pack_plain
 from ..ranks import Ranks
+from .indices import note_indices
 from .loader import ORDER_SETTINGS
-from .samplers import draws_of, replace_iter
+from .samplers import draws_of, is_torchdatas, replace_iter
 from .trial import first_batches
 
 DATA_STATE = "data.pt"
@@ -55,6 +58,8 @@ class EpochOrder:
     generator: Tensor | None = None
     # seeds and generators of other names and kinds (`draws_of`)
     draws: dict[str, Any] = field(default_factory=dict)
+    # indices of the batches that were given (`IndexNote.state`). Empty if there are none
+    indices: dict[str, Any] = field(default_factory=dict)
 
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
@@ -84,6 +89,7 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
         "sampler_epochs": [order.epoch for order in orders],
         "sampler_generators": [order.generator for order in orders],
         "sampler_draws": [order.draws for order in orders],
+        "sampler_indices": [order.indices for order in orders],
     }
     return pack_plain("dataloader state", data)
 
@@ -229,12 +235,18 @@ def _settings(loader: Any) -> dict[str, Any]:
 
 
 def note_order(loader: Any) -> OrderNote | None:
-    """Note the order of the loader's sampler, from its next iterator on. Returns None if there is
-    nothing to note.
+    """Note the order of the loader's sampler, and its indices, from its next iterator on. Returns
+    None if the order has no known origin to note.
 
     For a batch sampler without a ``sampler``, the batch sampler itself is noted. Samplers whose
     state the loader saves are left alone.
     """
+    note = _note_origin(loader)
+    note_indices(loader)  # around the first note
+    return note
+
+
+def _note_origin(loader: Any) -> OrderNote | None:
     if not isinstance(loader, DataLoader):
         return None
     sampler, is_saved = _order_of(loader)
@@ -259,7 +271,7 @@ def _order_of(loader: DataLoader) -> tuple[Any, bool]:
     holder = loader if loader.batch_sampler is None else loader.batch_sampler
     inner: Any = getattr(holder, "sampler", None)
     sampler = holder if inner is None else inner
-    is_saved = _is_torchdatas(sampler) and (holder is loader or _is_torchdatas(holder))
+    is_saved = is_torchdatas(sampler) and (holder is loader or is_torchdatas(holder))
     return sampler, is_saved
 
 
@@ -284,21 +296,32 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
         ConfigError: the order was drawn from a generator before `note_order` was called.
     """
     note = note_order(loader)
+    read = note_indices(loader)
+    given = batches_given(state_dict)
     order = EpochOrder()
-    if note is not None and note.order is not None:
-        order = note.order
-    elif note is not None:
-        order = note.next_order()
-        if order.generator is not None and batches_given(state_dict):
-            raise ConfigError(
-                f"{type(note.sampler).__name__} drew the order of this epoch before load had seen "
-                "the dataloader: it could not be resumed. Pass the dataloader to load too, and "
-                "begin to iterate over it after that"
-            )
+    if note is not None:
+        order = note.order or note.next_order()
+
+    # Nothing is known about indices that were drawn before the notes.
+    unseen: Any = None
+    if note is not None and note.order is None and order.generator is not None:
+        unseen = note.sampler
+    if read is not None and not read.has_begun and order.epoch is None:
+        unseen = read.source
+    if isinstance(unseen, SequentialSampler):  # its order is always the same
+        unseen = None
+    if unseen is not None and given:
+        raise ConfigError(
+            f"{type(unseen).__name__} drew the order of this epoch before load had seen the "
+            "dataloader: it could not be resumed. Pass the dataloader to load too, and begin to "
+            "iterate over it after that"
+        )
+
     sampler = epoch_sampler(loader)
-    if sampler is None or (note is not None and note.sampler is sampler):
-        return order
-    return EpochOrder(int(sampler.epoch), order.generator, order.draws or draws_of(sampler))
+    if sampler is not None and (note is None or note.sampler is not sampler):
+        draws = order.draws or draws_of(sampler)
+        order = replace(order, epoch=int(sampler.epoch), draws=draws)
+    return order if read is None else replace(order, indices=read.state(given))
 
 
 def batches_given(state_dict: Any) -> int | None:
@@ -317,10 +340,6 @@ def _epoch(sampler: Any) -> int | None:
     if isinstance(sampler, EpochSampler) and getattr(sampler, "shuffle", True):
         return int(sampler.epoch)
     return None
-
-
-def _is_torchdatas(sampler: Any) -> bool:
-    return any(base.__module__.partition(".")[0] == "torchdata" for base in type(sampler).__mro__)
 
 
 def _generator(sampler: Any) -> torch.Generator | None:

@@ -25,12 +25,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...engine.api import StateDict, Stateful, StepInfo
-from ...engine.memory.tensors import bytes_of
 from ...utils.compat.torch_private import count_skipped_once
 from ...utils.errors import (
     CheckpointCorruptError,
@@ -48,6 +46,8 @@ from .capture import (
     epoch_sampler,
     note_order,
 )
+from .indices import note_indices
+from .moments import same_state
 from .samplers import replace_iter, restore_draws
 from .trial import check_first_batches, is_of_datasets
 
@@ -97,7 +97,8 @@ def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
             epochs = more.get("sampler_epochs", unknown)
             generators = more.get("sampler_generators", unknown)
             draws = more.get("sampler_draws", [{}] * len(states))
-            orders = list(map(EpochOrder, epochs, generators, draws))
+            indices = more.get("sampler_indices", [{}] * len(states))
+            orders = list(map(EpochOrder, epochs, generators, draws, indices))
             return list(states), orders, rank_independent
     raise CheckpointCorruptError(
         f"{path} is no dataloader's state; expected 'states' and 'rank_independent'"
@@ -117,14 +118,21 @@ def restore_dataloader(
 
     Raises:
         CheckpointMismatchError: the loader did not return to its position, or its order cannot be
-            made again.
+            made again, or is another one.
     """
     # Refuse another order before anything is changed.
     check_first_batches(loader, order.draws)
     _resume_once(loader)
     note = note_order(loader)
+    read = note_indices(loader)
     sampler = epoch_sampler(loader)
     generator = _drawn_from(note, order, last_step)
+    if read is None and order.indices:
+        raise CheckpointMismatchError(
+            "the dataloader was saved with a sampler whose state it does not hold, and has another "
+            "kind of sampler now: samples would be lost or repeated. Resume with the sampler of "
+            "the run"
+        )
     found = None if sampler is None else int(sampler.epoch)
     built_as = last_step.epoch if order.epoch is None else order.epoch
 
@@ -134,12 +142,19 @@ def restore_dataloader(
         restore_draws(sampler if note is None else note.sampler, order.draws)
         if note is not None:
             note.resumed = generator
+        if read is not None:
+            read.resume(order.indices, batches_given(state_dict))
 
     # Order first, because the loader builds its iterator when the place is restored.
     rewind_order()
     _restore_place(loader, state_dict)
+    if read is not None:
+        read.read_given()
     advanced = sampler is not None and int(sampler.epoch) != built_as
-    over = _end_if_over(loader, state_dict, last_step, rewind_order, note)
+    source: Any = None if note is None else note.sampler
+    if read is not None and order.indices:
+        source = read.source
+    over = _end_if_over(loader, state_dict, last_step, rewind_order, source)
     if sampler is None or found is None:
         return None
     if order.epoch is None and int(sampler.epoch) == built_as:
@@ -276,16 +291,16 @@ def _end_if_over(
     state_dict: StateDict,
     last_step: StepInfo,
     rewind_order: Callable[[], None],
-    note: OrderNote | None,
+    source: Any,
 ) -> bool:
     # If the epoch is over, consume its end as the training loop did, so that the next loop is the
-    # next epoch.
+    # next epoch. Iterators over ``source`` draw its order.
     if not isinstance(loader, DataLoader):
         return False
     if state_dict.get("_iterator_finished"):
-        if note is not None:  # the finished loop also drew numbers after the last sample
+        if source is not None:  # the finished loop also drew numbers after the last sample
             rewind_order()
-            deque(note.sampler, maxlen=0)
+            deque(source, maxlen=0)
         return True
     # Streams and samplers that draw batches of any size know their number only at the end, and
     # some samplers give a wrong one.
@@ -302,18 +317,3 @@ def _is_over(loader: Stateful, state_dict: Mapping[str, Any]) -> bool:
         with suppress(TypeError):  # a sampler without a length
             return batches_given(state_dict) == len(loader)
     return False
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Whether two states have equal values of the same types. NaN equals NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        return torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same_state, one, other))
-    if type(one) is not type(other):
-        return False
-    return bool(one == other or (one != one and other != other))  # NaN differs from itself

@@ -15,6 +15,14 @@ from ...utils.logging import get_logger
 logger = get_logger(__name__)
 
 
+def is_torchdatas(sampler: Any) -> bool:
+    """Whether torchdata iterates over a sampler with an iterator of its own, and so saves where it
+    is. A subclass with another ``__iter__`` does not count.
+    """
+    module = getattr(getattr(type(sampler), "__iter__", None), "__module__", None) or ""
+    return module.partition(".")[0] == "torchdata"
+
+
 def draws_of(source: Any) -> dict[str, Any]:
     """Seeds and generator states among the attributes of a sampler, as plain values by name.
 

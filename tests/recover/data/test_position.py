@@ -125,6 +125,68 @@ def in_buckets(kind: type[Buckets], **options: Any) -> StatefulDataLoader:
     return StatefulDataLoader(Prompts(), batch_sampler=batches, **options)
 
 
+class OwnShuffle:
+    """A user's sampler, which draws from torch's generator at its first index."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(24).tolist()
+
+
+class ShuffleByNumpy(OwnShuffle):
+    """Draws from numpy's global generator, as soon as it is iterated over."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(24).tolist())
+
+
+class Chunks:
+    """A user's batch sampler, around a sampler in an attribute of any name."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.base)
+        while batch := list(islice(indices, 4)):
+            yield batch
+
+
+class OfRank(DistributedSampler):
+    """The indices of a rank, of the order that another sampler has drawn."""
+
+    def __init__(self, base: Any, shuffle: bool) -> None:
+        super().__init__(Prompts(), 1, 0, shuffle=shuffle, seed=5)
+        self.base = base
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(self.base)
+        return iter([order[index] for index in super().__iter__()])
+
+
+def by_itself(kind: type, **options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(Prompts(), batch_size=4, sampler=kind(), **options)
+
+
+def in_chunks(base: Callable[[], Any], **options: Any) -> StatefulDataLoader:
+    batches: Any = Chunks(base())
+    return StatefulDataLoader(Prompts(), batch_sampler=batches, **options)
+
+
+def seeded_inside() -> RandomSampler:
+    return RandomSampler(Prompts(), generator=torch.Generator().manual_seed(next(SEEDS)))
+
+
+def of_rank(shuffle: bool) -> StatefulDataLoader:
+    sampler = OfRank(RandomSampler(Prompts()), shuffle)
+    return StatefulDataLoader(Prompts(), batch_size=4, sampler=sampler)
+
+
 def drawn(make: Callable[..., Any], own: bool = True) -> Callable[..., StatefulDataLoader]:
     """A function that makes loaders with a sampler of ``make``, on the sampler's own generator or
     torch's.
@@ -286,6 +348,22 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
     "draws with replacement": (drawn(with_replacement), {}, False),
     "draws a subset": (drawn(subset, own=False), {}, False),
     "draws by weight": (drawn(weighted, own=False), {"num_workers": 2}, False),
+    "draws by itself": (partial(by_itself, OwnShuffle), {}, False),
+    "draws by itself, workers": (partial(by_itself, OwnShuffle), {"num_workers": 2}, False),
+    "draws by itself from numpy's generator": (partial(by_itself, ShuffleByNumpy), {}, False),
+    "draws inside of a batch sampler": (partial(in_chunks, seeded_inside), {}, False),
+    "draws inside of a batch sampler, workers": (
+        partial(in_chunks, seeded_inside),
+        {"num_workers": 2, "snapshot_every_n_steps": 4},
+        False,
+    ),
+    "draws inside of a batch sampler, persistent workers": (
+        partial(in_chunks, OwnShuffle),
+        {"num_workers": 1, "persistent_workers": True},
+        False,
+    ),
+    "draws inside of a sampler of a rank": (partial(of_rank, False), {}, True),
+    "told the epoch, and draws inside": (partial(of_rank, True), {}, True),
     "a stream": (stream, {}, True),
     "a stream, a worker": (stream, {"num_workers": 1}, True),
     "persistent workers": (plain, {"num_workers": 2, "persistent_workers": True}, True),
@@ -487,6 +565,128 @@ def test_a_generation_of_a_sampler_that_draws_is_not_resumed_with_another() -> N
         stop.restore(StatefulDataLoader(Prompts(), batch_size=4, shuffle=True), step_info(2))
 
 
+class Unrepeatable(OwnShuffle):
+    """Draws from a generator that nobody can see."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng(next(SEEDS)).permutation(24).tolist()
+
+
+def shuffled_list(**options: Any) -> StatefulDataLoader:
+    order = np.random.default_rng(next(SEEDS)).permutation(24)
+    return StatefulDataLoader(Prompts(), 4, sampler=order.tolist(), **options)
+
+
+def shuffled_list_of_batches() -> StatefulDataLoader:
+    order = np.random.default_rng(next(SEEDS)).permutation(24)
+    return StatefulDataLoader(Prompts(), batch_sampler=order.reshape(6, 4).tolist())
+
+
+def without_batches() -> StatefulDataLoader:
+    return StatefulDataLoader(
+        Prompts(), None, sampler=Unrepeatable(), collate_fn=lambda sample: torch.tensor(sample)
+    )
+
+
+def of_a_dataset_that_grows() -> StatefulDataLoader:
+    samples: Any = range(24 + next(SEEDS))
+    inner = RandomSampler(samples, generator=torch.Generator().manual_seed(5))
+    return StatefulDataLoader(samples, batch_size=4, sampler=inner, drop_last=True)
+
+
+UNREPEATABLE: dict[str, Callable[[], StatefulDataLoader]] = {
+    "a sampler": partial(by_itself, Unrepeatable),
+    "a sampler, a worker": partial(by_itself, Unrepeatable, num_workers=1),
+    "in a batch sampler": partial(in_chunks, Unrepeatable),
+    "in a batch sampler, a worker": partial(in_chunks, Unrepeatable, num_workers=1),
+    "without batches": without_batches,
+    "a list": shuffled_list,
+    "a list of batches": shuffled_list_of_batches,
+    "a dataset that has grown": of_a_dataset_that_grows,
+}
+
+
+@pytest.mark.parametrize("last", [1, 3, 5])
+@pytest.mark.parametrize("make", UNREPEATABLE.values(), ids=UNREPEATABLE)
+def test_an_order_that_is_not_the_one_of_the_run_is_refused(
+    make: Callable[[], StatefulDataLoader], last: int
+) -> None:
+    stop, _ = _stopped_after(last, make, tell=False)
+    with pytest.raises(
+        CheckpointMismatchError, match=f"first {last + 1} batches of the epoch have other samples"
+    ):
+        stop.restore(make(), step_info(last))
+
+
+def test_a_list_that_is_the_same_again_is_resumed() -> None:
+    def listed() -> StatefulDataLoader:
+        return StatefulDataLoader(Prompts(), 4, sampler=list(range(23, -1, -1)))
+
+    stop, rest = _stopped_after(8, listed, tell=False)
+    loader = listed()
+    assert stop.restore(loader, step_info(8)) is None
+    assert [batch for _, batch, _ in run(loader, step_info(9), tell=False)] == rest
+
+
+def test_a_generation_without_the_indices_is_resumed() -> None:
+    make = partial(in_chunks, lambda: range(24))
+    stop, rest = _stopped_after(8, make, tell=False)
+    loader = make()
+    assert stop.restore(loader, step_info(8), order_known=False) is None
+    assert [batch for _, batch, _ in run(loader, step_info(9), tell=False)] == rest
+
+
+def test_a_generation_of_a_users_sampler_is_not_resumed_with_torchdatas() -> None:
+    stop, _ = _stopped_after(2, partial(by_itself, OwnShuffle), tell=False)
+    with pytest.raises(CheckpointMismatchError, match="has another kind of sampler now"):
+        stop.restore(StatefulDataLoader(Prompts(), batch_size=4, shuffle=True), step_info(2))
+
+
+class StatefulIterator:
+    """A user's sampler with an iterator that saves its state."""
+
+    def __init__(self) -> None:
+        self.order = torch.randperm(24).tolist()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Any:
+        return _StatefulIndices(self.order)
+
+
+class _StatefulIndices:
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        if not self.order:
+            raise StopIteration
+        index, *self.order = self.order
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.order = state_dict["order"]
+
+
+def test_an_iterator_that_saves_its_state_is_left_alone() -> None:
+    make = partial(by_itself, StatefulIterator)
+    torch.manual_seed(1)
+    loader = make()
+    batches = run(loader, step_info(0), tell=False)
+    *_, _ = islice(batches, 3)
+    stop = Stop.of(loader)
+    resumed = make()
+    assert stop.restore(resumed, step_info(2)) is None
+    assert [batch.tolist() for batch in resumed] == [batch for _, batch, _ in islice(batches, 3)]
+
+
 def test_torchdatas_sampler_on_the_generator_of_its_loader_is_refused(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     refused = StatefulDataLoader(Prompts(), 4, shuffle=True, generator=generator)
@@ -500,14 +700,20 @@ def test_torchdatas_sampler_on_the_generator_of_its_loader_is_refused(tmp_path: 
             handler.load(Tiny().state, loader)
 
 
-def test_an_order_drawn_before_load_is_refused_at_the_first_dump(tmp_path: Path) -> None:
-    tiny, loader = Tiny(), drawn(shuffled)()
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(drawn(shuffled), "RandomSampler"), (partial(by_itself, OwnShuffle), "OwnShuffle")],
+)
+def test_an_order_drawn_before_load_is_refused_at_the_first_dump(
+    tmp_path: Path, make: Callable[[], StatefulDataLoader], name: str
+) -> None:
+    tiny, loader = Tiny(), make()
     batches = iter(loader)
     with make_handler(tmp_path, freq_steps=1) as handler:
         handler.load(tiny.state, loader)
         next(batches)
         with pytest.raises(
-            ConfigError, match="RandomSampler drew the order of this epoch before load had seen"
+            ConfigError, match=f"{name} drew the order of this epoch before load had seen"
         ):
             handler.dump(tiny.state, step_info(0), loader)
 
@@ -542,7 +748,7 @@ def test_a_sampler_that_does_not_shuffle_may_be_at_any_epoch() -> None:
 
     stop, rest = _stopped_after(8, ordered)
     loader = ordered()
-    assert stop.order == EpochOrder() and stop.restore(loader, step_info(8)) is None
+    assert stop.order.epoch is None and stop.restore(loader, step_info(8)) is None
     assert [batch for _, batch, _ in run(loader, step_info(9))] == rest
 
 
