@@ -195,7 +195,9 @@ class Saver:
         return self.stats.committed > committed
 
     def _is_new(self, step: int, last_step: int | None) -> bool:
-        # The newest step on disk, or the one that is on its way there.
+        # The newest step on disk, or the one that is on its way there. Steps of another job, which
+        # has taken the folder, would be taken for this one's.
+        self._folder.confirm()
         store = self._folder.generations
         with as_write_error(store.root):
             newest = max((generation.step for generation in store.generations()), default=-1)

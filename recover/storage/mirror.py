@@ -23,7 +23,7 @@ each run folder has its own URL.
 import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from ...utils.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
+    FolderInUseError,
     MirrorError,
 )
 from ...utils.files import DurableFile, as_write_error, bytes_digest, write_durably
@@ -75,6 +76,8 @@ class Mirror:
         setting: origin of the URL, for the error message if it cannot be used.
         delete_old: after a complete copy, delete those beyond ``keep`` and the remains of
             interrupted and damaged ones. Only the run that owns the mirror should do that.
+        confirm: called in the background before a copy changes the mirror. Raises if another job
+            may write to it by now. None: nobody else does.
         transport: see `RemoteFolder`, which also raises for a URL that cannot be used.
 
     Attributes:
@@ -88,11 +91,13 @@ class Mirror:
         *,
         setting: str = "config key 'recover.mirror_url'",
         delete_old: bool = True,
+        confirm: Callable[[], None] | None = None,
         **transport: Any,
     ) -> None:
         self.last_error: Exception | None = None
         self._keep = keep
         self._deletes_old = delete_old
+        self._confirm = confirm or (lambda: None)
         self._remote = RemoteFolder(url, setting=setting, error=MirrorError, **transport)
         # steps whose manifests were seen there, so that they are read only once
         self._complete: set[int] = set()
@@ -298,8 +303,9 @@ class Mirror:
         started = time.monotonic()
         path = generation.path
         try:
+            self._confirm()
             copied_bytes = self._copy(generation)
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, FolderInUseError, OSError) as error:
             if path.is_dir():
                 self.last_error = error
                 logger.warning("no copy of %s at %s: %s", path, self.url, error)
@@ -313,8 +319,9 @@ class Mirror:
         if not self._deletes_old:
             return
         try:
+            self._confirm()
             self._delete_old(generation.step, GenerationStore(path.parent).pins())
-        except (MirrorError, OSError) as error:
+        except (CheckpointError, FolderInUseError, OSError) as error:
             logger.warning("older copies stay at %s: %s", self.url, error)
 
     def _copy(self, generation: Generation) -> int:
@@ -346,6 +353,7 @@ class Mirror:
                 )
 
             # The manifest comes last, because with it the copy is complete.
+            self._confirm()
             remote.flush(folder)
             remote.put_bytes(_manifest(step), manifest)
         remote.remove_file(_marker(step))

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 
-from ...utils.errors import CheckpointWriteError
+from ...utils.errors import CheckpointWriteError, FolderInUseError
 from ...utils.folder_lock import FolderLock
 from ...utils.logging import announce, get_logger
 from ...utils.processes import process_started_at
@@ -52,6 +52,7 @@ class RunFolder:
         self._rules = RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
         self._commit_lock = Lock()
+        self._confirming = Lock()
         self._ended = False
         self._committed = False
         self._copies_s = config.mirror_timeout_s  # to wait for copies at the end
@@ -67,7 +68,7 @@ class RunFolder:
         url = self._config.mirror_path
         is_connected = is_open and self.mirror is not None
         if url is not None and not is_connected:
-            self.mirror = Mirror(url, self._config.mirror_max_to_keep)
+            self.mirror = Mirror(url, self._config.mirror_max_to_keep, confirm=self.confirm)
         self.journal.open()
 
     def note_start(
@@ -117,8 +118,21 @@ class RunFolder:
         with self._commit_lock:
             if self._ended:
                 raise CheckpointWriteError("the handler was closed before this was committed")
-            self._lock.confirm()
+            self.confirm()
             yield
+
+    def confirm(self) -> None:
+        """Check that no other job has used the folder or its mirror since this one opened it. Any
+        thread may call it.
+
+        Raises as `FolderLock.confirm`, and `CheckpointWriteError` after `close`.
+        """
+        with self._confirming:
+            if not self._lock.held:
+                raise CheckpointWriteError(
+                    f"this job has released {self._config.trial_root}, which another may use by now"
+                )
+            self._lock.confirm()
 
     def end_commits(self, timeout_s: float) -> None:
         """Prevent further commits, and wait for the current one. After ``timeout_s``, set
@@ -174,8 +188,8 @@ class RunFolder:
         self._copies_s = 0.0
 
     def close(self, *, wait: bool) -> None:
-        """Close the mirror, delete the generations that copies had kept, and release the lock.
-        `open` may follow.
+        """Close the mirror, delete the generations that copies had kept unless the lock was lost,
+        and release the lock. `open` may follow.
 
         With ``wait``, pending copies are finished first. While a commit hangs, nothing is done: it
         may still succeed, so the lock is kept until the process ends.
@@ -190,4 +204,12 @@ class RunFolder:
             if self.mirror is not None:
                 self.mirror.close(self._copies_s if wait else 0.0)
                 if self._committed:  # a run that failed to load deletes nothing
-                    self.delete_old()
+                    self._delete_copied()
+
+    def _delete_copied(self) -> None:
+        try:
+            self.confirm()
+        except (FolderInUseError, CheckpointWriteError) as error:
+            logger.error("the generations that copies had kept stay: %s", error)
+            return
+        self.delete_old()

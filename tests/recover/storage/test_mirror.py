@@ -16,6 +16,7 @@ from holdfast.utils.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
     ConfigError,
+    FolderInUseError,
     MirrorError,
 )
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry, verify_folder, write_manifest
@@ -68,6 +69,28 @@ def copy(mirror: Mirror, *generations: Generation) -> None:
     for generation in generations:
         mirror.submit(generation)
         assert mirror.wait(30) and mirror.last_error is None
+
+
+@pytest.mark.parametrize("confirmed", [0, 1, 2])
+def test_a_mirror_that_another_job_may_write_to_is_not_completed_and_not_cleaned(
+    store: GenerationStore, tmp_path: Path, confirmed: int
+) -> None:
+    """The lock is confirmed before a copy begins, before its manifest, and before the deletion."""
+    url = f"file://{tmp_path}/mirror/trial"
+    copy(Mirror(url, 1), commit(store, 0))
+    answers = [True] * confirmed
+
+    def confirm() -> None:
+        if not answers:
+            raise FolderInUseError("another job has it")
+        answers.pop()
+
+    mirror = Mirror(url, 1, confirm=confirm)
+    mirror.submit(commit(store, 1))
+    assert mirror.wait(30)
+    expected = {0: "complete", 1: ["no trace", "unconfirmed", "complete"][confirmed]}
+    assert {0: "complete", 1: "no trace"} | mirror.states() == expected
+    assert isinstance(mirror.last_error, FolderInUseError) == (confirmed < 2)
 
 
 @pytest.mark.parametrize(

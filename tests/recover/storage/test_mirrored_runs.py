@@ -24,6 +24,7 @@ from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    FolderInUseError,
     Preempted,
 )
 from holdfast.utils.remote import RemoteFolder
@@ -61,6 +62,30 @@ def test_a_closed_run_has_its_newest_generations_at_the_mirror(tmp_path: Path) -
         "global_step_3",
         "global_step_4",
     ]
+
+
+def _go_on(rank: int, world_size: int, root: str) -> None:
+    run_until(Path(root), 5, first=2, max_ckpt_to_keep=None)
+
+
+def test_a_run_that_lost_its_folder_deletes_nothing_of_the_job_that_has_it(tmp_path: Path) -> None:
+    handler, tiny = _mirrored(tmp_path, freq_steps=1, max_ckpt_to_keep=1), Tiny()
+    handler.load(tiny.state)
+    for step in range(2):
+        assert handler.dump(tiny.state, step_info(step))
+        tiny.step()
+    mirror = handler._folder.mirror
+    assert mirror is not None and mirror.wait(stretched(30))
+    handler.config.lock_path.unlink()
+    # a separate process, because all locks of one process on a path are the same
+    run_ranks(_go_on, 1, str(tmp_path / "run"))
+    kept = names(tmp_path / "run")
+    assert kept[-4:] == [f"global_step_{step}" for step in range(1, 5)]
+
+    with pytest.raises(FolderInUseError, match="has been in use by pid"):
+        handler.dump(tiny.state, step_info(2))
+    handler.close()
+    assert names(tmp_path / "run") == kept
 
 
 def test_a_snapshot_whose_copy_cannot_begin_is_copied_at_next_start(
