@@ -11,6 +11,7 @@ small: every rank gathers or reads all of them. All methods of PEFT that adapt l
 import copy
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -253,9 +254,9 @@ def load_adapters(
     "exports/step_100")``, on every rank.
 
     Raises:
-        ConfigError: ``path`` is a URL.
+        ConfigError: ``path`` is a URL, or the adapters are none of LoRA.
         CheckpointNotFoundError: there is no such folder, or it has no adapters.
-        CheckpointCorruptError: the file is damaged.
+        CheckpointCorruptError: a file is damaged.
         CheckpointMismatchError: names, shapes or the scaling of the adapters differ from the
             model's, or they belong to a base that their ``init_lora_weights`` has changed.
         PeerError: another rank failed. The model is unchanged after this and after all other
@@ -308,11 +309,16 @@ def _check_config(folder: Path, model: PreTrainedModel) -> None:
     """Compare the config of a folder's adapters with the adapters of the model."""
     # installed, because the model has its layers
     from peft import LoraConfig, PeftConfig
-    from peft.utils.other import get_pattern_key
 
+    # peft checks few values, and fails on others in its own ways.
     try:
         config = PeftConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError) as error:
+    except KeyError as error:
+        raise ConfigError(
+            f"{folder / CONFIG} names a peft_type that the installed PEFT does not know, {error}; "
+            "expected LORA"
+        ) from error
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointCorruptError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{folder} holds {config.peft_type} adapters; expected LoRA")
@@ -326,19 +332,36 @@ def _check_config(folder: Path, model: PreTrainedModel) -> None:
             "path_initial_model_for_weight_conversion"
         )
 
-    # Patterns may give a layer a rank and an alpha of its own.
-    ranks = config.rank_pattern or {}
-    alphas = config.alpha_pattern or {}
     for weight, (adapter,) in plain_adapters(model).items():
         layer = weight.removesuffix(".weight")
-        rank = ranks.get(get_pattern_key(list(ranks), layer), config.r)
-        alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
-        scaling = _scaling(config, alpha, rank)
+        try:
+            rank = _value_of(layer, config.rank_pattern, config.r)
+            alpha = _value_of(layer, config.alpha_pattern, config.lora_alpha)
+            scaling = _scaling(config, alpha, rank)
+        except (TypeError, ValueError, AttributeError, ArithmeticError, re.error) as error:
+            # Values may be of any type.
+            raise CheckpointCorruptError(
+                f"{folder / CONFIG}: r, lora_alpha, rank_pattern and alpha_pattern give no scaling "
+                f"of {layer}: {error}"
+            ) from error
         if scaling != adapter.scaling:
             raise CheckpointMismatchError(
                 f"{folder}: adapters count {scaling:g} (alpha {alpha}, rank {rank}), here "
                 f"{adapter.scaling:g}: {layer}"
             )
+
+
+def _value_of(
+    layer: str,
+    pattern: Mapping[str, Any] | None,
+    usual: Any,
+) -> Any:
+    """The value that a pattern of a config gives a layer, or the usual one."""
+    # installed, because the model has its layers
+    from peft.utils.other import get_pattern_key
+
+    pattern = pattern or {}
+    return pattern.get(get_pattern_key(list(pattern), layer), usual)
 
 
 def _scaling(config: Any, alpha: float, rank: int) -> float:

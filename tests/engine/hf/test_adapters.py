@@ -4,6 +4,7 @@ refused.
 
 import copy
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from holdfast.engine.hf.adapter_folder import load_adapters, require_adapters, s
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import save_hf
 from holdfast.engine.lora.adapters import describe_adapters
-from holdfast.utils.errors import CheckpointMismatchError, ConfigError
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.helpers import run_ranks
@@ -387,6 +388,32 @@ def test_a_folder_whose_adapters_mean_something_else_here_is_refused(
         load_adapters(here, tmp_path / "theirs")  # type: ignore[arg-type]
     assert all(torch.equal(before[key], value) for key, value in here.state_dict().items())
     load_adapters(adapted("llama", **options), tmp_path / "theirs")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("peft_type", "NEWTYPE", r"a peft_type that the installed PEFT does not know, 'NEWTYPE'"),
+        ("r", 0, r"no scaling of model\S+: .*zero"),
+        ("lora_alpha", "x", r"no scaling of model\S+: unsupported"),
+        ("rank_pattern", [1], r"no scaling of model\S+: 'list' object"),
+        (
+            "alpha_pattern",
+            {"(": 2},
+            r"no scaling of model\S+: missing \)",
+        ),
+    ],
+)
+def test_a_damaged_or_newer_config_of_adapters_is_refused_by_its_name(
+    key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    model = adapted("llama")
+    save_adapters(model, tmp_path / "damaged", HFExportOptions())
+    path = tmp_path / "damaged" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    error = ConfigError if key == "peft_type" else CheckpointCorruptError
+    with pytest.raises(error, match=f"{re.escape(str(path))}.*{message}"):
+        load_adapters(model, tmp_path / "damaged")  # type: ignore[arg-type]
 
 
 def test_a_model_with_adapters_in_a_part_without_their_config_is_saved_without_it() -> None:
