@@ -617,4 +617,5 @@ class _LoopThread:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()  # closes the connections of clients
         self._loop.stop()

@@ -14,12 +14,11 @@ import errno
 import re
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 import httpx2
 from tenacity import (
@@ -192,7 +191,7 @@ class Connections:
         self._given_up = False
         self._user: object = None
         self._changing_user = Lock()
-        self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
+        self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
 
     async def ask(self, path: str, body: Json | None, limit_s: float) -> Json:
         """POST ``body``, or GET if it is None, and return the JSON object of the answer.
@@ -211,7 +210,7 @@ class Connections:
         broke_off: list[httpx2.RequestError] = []
 
         async def send() -> httpx2.Response:
-            pool = self._pool()
+            pool = await self._pool()
             try:
                 return await pool.request(method, path, json=body, headers=bearer(self._key))
             except _BROKE_OFF as failure:
@@ -282,19 +281,46 @@ class Connections:
             del self._in_flight[limit]
             limit.reschedule(loop.time())
 
-    def _pool(self) -> httpx2.AsyncClient:
+    async def _pool(self) -> httpx2.AsyncClient:
         loop = asyncio.get_running_loop()
-        if loop not in self._pools:
-            limits = httpx2.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
-            )
-            # `ask` limits the whole request.
-            timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-            with _naming_proxies():
-                self._pools[loop] = httpx2.AsyncClient(
-                    base_url=self._url, limits=limits, timeout=timeout
-                )
-        return self._pools[loop]
+        pool = self._pools.get(loop)
+        if pool is not None:
+            return pool.client
+
+        # A pool refers to its loop, so those of loops that ended without closing it are left here.
+        for other in list(self._pools):
+            if other.is_closed():
+                self._pools.pop(other, None)
+
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
+        )
+        # `ask` limits the whole request.
+        timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
+        with _naming_proxies():
+            client = httpx2.AsyncClient(base_url=self._url, limits=limits, timeout=timeout)
+        closing = self._close_at_end(loop, client)
+        self._pools[loop] = _Pool(client, closing)
+        await anext(closing)
+        return client
+
+    async def _close_at_end(
+        self, loop: asyncio.AbstractEventLoop, client: httpx2.AsyncClient
+    ) -> AsyncGenerator[None]:
+        """Close the connections of a loop when it ends: then it closes the generators that were
+        begun in it (`asyncio.AbstractEventLoop.shutdown_asyncgens`).
+        """
+        try:
+            yield
+        finally:
+            self._pools.pop(loop, None)
+            await client.aclose()
+
+
+class _Pool(NamedTuple):
+    client: httpx2.AsyncClient
+    closing: AsyncGenerator[None]
+    """Closes the client. It is kept here, because a loop has only a weak reference."""
 
 
 def require_server_url(what: str, url: str) -> None:

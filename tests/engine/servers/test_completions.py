@@ -3,8 +3,11 @@ record.
 """
 
 import asyncio
+import gc
 import math
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from holdfast.engine.servers.api import (
     ModelResponse,
 )
 from holdfast.utils.errors import ServerError, UnreachableServerError
+from tests.engine.rollouts.servers import Echo, make_executor, make_loader
 from tests.engine.servers.fake_weights import hashed_token
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed, publish_model, tiny_model
@@ -299,6 +303,38 @@ def test_a_cancelled_completion_ends_at_the_server(
         await until(lambda: fake.state()["in_flight"] == 0)
 
     asyncio.run(cancel())
+
+
+def n_sockets() -> int:
+    gc.collect()
+    n = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of the listing itself
+            n += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return n
+
+
+def test_a_loop_that_ends_closes_its_connections(
+    server: VLLMServer | SGLangServer, recwarn: pytest.WarningsRecorder
+) -> None:
+    before = n_sockets()
+    for n in range(3):
+        asyncio.run(server.agenerate(request(n)))
+    assert n_sockets() == before, "asyncio.run"
+    for _ in range(2):
+        with make_executor([server], Echo(), make_loader(1)) as executor:
+            executor.set_version(1)
+            executor.next_batch(1)
+    assert n_sockets() == before, "RolloutExecutor.close"
+    assert not [w for w in recwarn if issubclass(w.category, ResourceWarning)]
+
+    # A loop that was closed only, without what `asyncio.run` does before.
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(server.agenerate(request()))
+    loop.close()
+    del loop
+    asyncio.run(server.agenerate(request()))
+    assert n_sockets() == before
 
 
 PLAIN, TEMPERED = GenerationHyperparameters(), GenerationHyperparameters(temperature=0.5)
