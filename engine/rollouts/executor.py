@@ -588,8 +588,18 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        # A SystemExit in a task that a workflow started leaves the loop. The ticket that awaits the
+        # task gets the error when the loop goes on.
+        while not self._stopped:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:
+                logger.warning("a task on the loop of the rollouts raised %r", error)
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
         async def called() -> None:
@@ -618,4 +628,5 @@ class _LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_asyncgens()  # closes the connections of clients
+        self._stopped = True
         self._loop.stop()

@@ -370,6 +370,32 @@ def test_a_workflow_that_would_end_the_loop_ends_the_wait_like_any_other(
             executor.next_batch(0)
 
 
+@pytest.mark.parametrize("awaited", [True, False])
+def test_a_task_of_a_workflow_that_would_end_the_loop_ends_no_other_episode(awaited: bool) -> None:
+    class Leaving(Echo):
+        async def arun_episode(self, engine: Any, data: Any) -> Any:
+            left = asyncio.ensure_future(self.leave())
+            while not left.done():
+                await asyncio.sleep(0)
+            if awaited:
+                await asyncio.gather(left)
+            assert isinstance(left.exception(), SystemExit)
+            return await super().arun_episode(engine, data)
+
+        async def leave(self) -> None:
+            raise SystemExit("bad answer")
+
+    executor = make_executor([Server()], Leaving())
+    executor.set_version(0)
+    if awaited:
+        with pytest.raises(RolloutError, match=r"ticket \d of step 0 .* SystemExit: bad answer"):
+            executor.next_batch(0)
+    else:
+        assert len(executor.next_trajectories(0)) == 4
+    executor.close()
+    assert not executor._loop._thread.is_alive()
+
+
 PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 RESULTS = {
     "the trajectory has no .*'rewards'": {"input_ids": torch.zeros(1, 3, dtype=torch.int64)},
