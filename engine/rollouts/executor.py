@@ -36,6 +36,7 @@ from ...utils.errors import (
     RolloutError,
     RolloutTimeout,
     ServerError,
+    StopRequested,
 )
 from ...utils.heartbeat import beating
 from ...utils.logging import get_logger
@@ -147,7 +148,7 @@ class RolloutExecutor:
         # The condition guards the ledger and the following attributes.
         self._changed = threading.Condition()
         self._ledger = Ledger(loader.batch_size, config.seed)
-        self._failure: RolloutError | None = None
+        self._failure: RolloutError | StopRequested | None = None
         self._waiting: list[_Episode] = []  # a heap: earlier steps first
         self._tasks: set[asyncio.Task[None]] = set()
         self._waited_s = 0.0
@@ -219,6 +220,7 @@ class RolloutExecutor:
         Raises:
             RolloutTimeout: the wait exceeded ``batch_timeout_s``.
             RolloutError: a ticket cannot be finished, or too many were rejected.
+            StopRequested: the job was asked to stop while a ticket waited for a server.
             ConfigError: the step is trained, may not start with the present version, or exceeds
                 ``total_steps``.
         """
@@ -556,9 +558,14 @@ class RolloutExecutor:
                 self._changed.notify_all()
 
     def _fail(self, ticket: Ticket, error: BaseException) -> None:
-        logger.error("%s failed", ticket, exc_info=error)
-        failure = RolloutError(f"{ticket} cannot be finished: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+        # A job that stops has not failed.
+        failure: RolloutError | StopRequested
+        if isinstance(error, StopRequested):
+            failure = error
+        else:
+            logger.error("%s failed", ticket, exc_info=error)
+            failure = RolloutError(f"{ticket} cannot be finished: {type(error).__name__}: {error}")
+            failure.__cause__ = error
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()

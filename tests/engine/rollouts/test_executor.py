@@ -19,8 +19,10 @@ from holdfast.utils.errors import (
     RolloutError,
     RolloutTimeout,
     ServerError,
+    StopRequested,
 )
 from holdfast.utils.rng import capture_rng, rng_digest
+from holdfast.utils.stopping import forget_stop, note_stop
 from tests.engine.rollouts.servers import Echo, Pool, Prompts, Server, make_executor, make_loader
 from tests.limits import wait_until
 
@@ -235,6 +237,21 @@ def test_no_server_at_all_ends_in_an_error() -> None:
         executor.set_version(0)
         with pytest.raises(RolloutError, match=r"no server could be used for 0\.1 s"):
             executor.next_batch(0)
+
+
+def test_a_job_that_is_to_stop_waits_for_no_server_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.utils.stopping.PATIENCE_S", 0.1)
+    with make_executor(Pool(lambda: [])) as executor:
+        executor.set_version(0)
+        note_stop("SIGTERM")
+        try:
+            with pytest.raises(StopRequested, match="SIGTERM came while the job waited for an inf"):
+                executor.next_batch(0)
+        finally:
+            forget_stop()
+    assert "failed" not in caplog.text
 
 
 def test_a_request_that_is_cut_off_after_a_long_time_goes_to_another_server() -> None:
