@@ -121,7 +121,8 @@ class MultiTurnWorkflow:
         workflow = MultiTurnWorkflow(reward_fn, tool_fn, gconfig, tokenizer, max_turns=4)
 
     An episode ends if the tool returns None, if a completion or the conversation reaches its length
-    limit (``truncated``), or after ``max_turns``. The reward function gets everything after the
+    limit (``truncated``), or after ``max_turns``. An answer of the tool that does not fit into
+    ``max_tokens`` is left out. The reward function gets everything after the
     prompt as the completion. If a tool call hangs or ends its process twice, the episode ends with
     ``lost_reward``.
 
@@ -244,6 +245,12 @@ class MultiTurnWorkflow:
             except CallLost as error:
                 return sequence, self._rewards.lose(error)
             if said is None:
+                break
+
+            # An answer that does not fit is left out.
+            length = len(sequence.input_ids) + len(said)
+            if self._max_tokens is not None and length > self._max_tokens:
+                sequence.truncated = True
                 break
             sequence.extend_given(said)
 

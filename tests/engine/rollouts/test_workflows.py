@@ -204,11 +204,24 @@ def test_an_episode_ends_where_there_is_no_room_for_a_token(pool: CallPool) -> N
         user_code.length_reward, user_code.say_answer, TWO, max_tokens=9, pool=pool
     )
     for trajectory in first_step(workflow, Server()):
-        assert trajectory["input_ids"].shape[1] in (9, 11)
-        assert trajectory["truncated"].tolist() == [
-            True,
-            True,
-        ]  # the tool answered, and there was no room for a reply
+        # prompt 2, completion 4, tool 2, completion 1: no room for what the tool says then
+        assert trajectory["input_ids"].shape[1] == 9
+        assert trajectory["loss_mask"].long().tolist() == [[0, 0, 1, 1, 1, 1, 0, 0, 1]] * 2
+        assert trajectory["truncated"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize(("max_tokens", "length"), [(7, 6), (8, 8)])
+def test_an_answer_of_a_tool_that_does_not_fit_is_left_out(
+    max_tokens: int, length: int, pool: CallPool
+) -> None:
+    workflow = MultiTurnWorkflow(
+        user_code.length_reward, user_code.say_answer, TWO, max_tokens=max_tokens, pool=pool
+    )
+    for trajectory in first_step(workflow, Server()):
+        # prompt 2, completion 4, tool 2
+        assert trajectory["input_ids"].shape[1] == length
+        assert trajectory["loss_mask"].sum(1).tolist() == [4, 4]
+        assert trajectory["truncated"].tolist() == [True, True]
 
 
 def test_an_episode_ends_with_a_completion_that_is_cut_off(pool: CallPool) -> None:
