@@ -41,6 +41,7 @@ from ..utils.errors import (
 from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from ..utils.processes import refuse_import_of_script
+from ..utils.timing import doubled
 from .config import RecoverConfig
 from .storage.journal import Journal
 from .triggers import StopNotice
@@ -497,7 +498,7 @@ class _Losses:
             )
         if group.started_late:
             self._late_starts[group.name] += 1
-            pause_s = min(BACK_OFF_S * 2 ** (self._late_starts[group.name] - 1), LONGEST_BACK_OFF_S)
+            pause_s = doubled(BACK_OFF_S, self._late_starts[group.name] - 1, LONGEST_BACK_OFF_S)
             logger.warning(
                 "worker group %r did not come up in time: its nodes may have too much to do, and "
                 "it is started again in %g s",

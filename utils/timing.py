@@ -1,4 +1,4 @@
-"""Durations of named phases."""
+"""Durations of named phases, and of pauses between attempts."""
 
 import time
 from collections.abc import Iterator, MutableMapping
@@ -14,6 +14,12 @@ def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
     finally:
         before = seconds.get(phase, 0.0)
         seconds[phase] = before + time.monotonic() - started
+
+
+def doubled(first_s: float, times: int, longest_s: float) -> float:
+    """Double a pause so often, up to ``longest_s``. ``times`` may have any size."""
+    # 2.0 ** 1024 is an OverflowError.
+    return min(first_s * 2.0 ** min(times, 1000), longest_s)
 
 
 class PhaseTimes:

@@ -21,6 +21,7 @@ from ...utils.config import require_at_least
 from ...utils.errors import ServerError
 from ...utils.logging import get_logger
 from ...utils.threads import on_daemon_thread
+from ...utils.timing import doubled
 from ..servers.client import ServerClient
 from .program import Launch, Program, Run
 from .records import without_keys
@@ -170,8 +171,7 @@ class WatchedProcess(ABC):
             self._note(ProcessState.FAILED, problem)
             self.give_up()
             return
-        pause_s = min(2.0 ** (len(recent) - 1), _LONGEST_PAUSE_S)
-        self._start_at = now + pause_s
+        self._start_at = now + doubled(1.0, len(recent) - 1, _LONGEST_PAUSE_S)
 
     def give_up(self) -> None:
         """End the current start, and give up its place. The process is not watched any more."""

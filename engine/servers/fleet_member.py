@@ -24,7 +24,7 @@ from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.remote import without_secrets
 from ...utils.stopping import require_no_stop
-from ...utils.timing import timed
+from ...utils.timing import doubled, timed
 from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import (
     TAGS,
@@ -410,7 +410,7 @@ class FleetMember(Generic[S]):
         """
         if self._failures <= 1:
             return 0.0
-        return self._failed_at + min(pause_s * 2.0 ** (self._failures - 2), _LONGEST_PAUSE_S)
+        return self._failed_at + doubled(pause_s, self._failures - 2, _LONGEST_PAUSE_S)
 
     # Notes of the answers of the server.
 

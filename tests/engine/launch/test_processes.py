@@ -443,6 +443,14 @@ def test_pauses_grow_and_a_long_run_does_not_use_the_restarts_up(
     assert server.state == "failed"
 
 
+def test_any_number_of_restarts_may_be_allowed(tmp_path: Path) -> None:
+    limits = WatchLimits(max_restarts=5000)
+    server = watched_module.WatchedServer(0, ServerSpec("vllm", "/m"), tmp_path, limits, no_launch)
+    for _ in range(1100):
+        server.note_end("it ended")
+    assert server.state == "waiting"
+
+
 @pytest.mark.slow
 def test_nothing_is_started_while_the_trainer_has_the_memory(
     launched: ServerProcesses,

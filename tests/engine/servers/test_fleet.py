@@ -603,3 +603,9 @@ def test_a_status_request_may_end_while_its_duration_is_looked_at(
     monkeypatch.setattr(fleet_member, "time", SimpleNamespace(monotonic=ends))
     member.note_silence()
     assert member.report.state is GONE
+
+
+def test_a_load_may_fail_any_number_of_times() -> None:
+    member = FleetMember(PlainServer(), Condition())
+    member._failures = 5000
+    assert member._retry_at(1.0) == 300.0
