@@ -33,7 +33,7 @@ from ..memory.offloaded import require_onloaded
 from ..memory.tensors import is_expanded, local_box, local_tensor
 from ..memory.weight_changes import changing_weights
 from ..model_folder import read_raw_config
-from ..training.unsharded import unsharded_class
+from ..training.unsharded import unsharded_class, unsharded_view
 from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
 from .refused_weights import refuse_other_weights, refuse_quantized
 from .safetensors_layout import Slots
@@ -186,7 +186,7 @@ def _missing(
     allow_missing: Sequence[str],
 ) -> list[str]:
     """The missing keys. Raises if one may not be missing, and is not computed by the model."""
-    computed = loading.optional & {name for name, _ in model.named_buffers()}
+    computed = loading.optional & {name for name, _ in unsharded_view(model).named_buffers()}
     missing = sorted(stored.keys() - chosen.keys())
     needed = [key for key in missing if key not in computed]
     needed = [key for key in needed if not _matches(key, allow_missing)]

@@ -79,9 +79,9 @@ def stored_tensors(
     for key in keys_not_saved(model):
         state.pop(key, None)
 
-    # All names of each tensor.
+    # All names of each tensor, as the state dict has them.
     owners = {}
-    for key, value in named_tensors(model):
+    for key, value in named_tensors(unsharded_view(model)):
         if key in state:
             owners.setdefault(id(value), []).append(key)
 

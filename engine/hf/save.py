@@ -425,7 +425,7 @@ def full_state_dict(model: torch.nn.Module, *, group: RankGroup = None) -> dict[
     require_onloaded(model)
     gathered = {}
     first = {}
-    owners = dict(named_tensors(model))
+    owners = dict(named_tensors(unsharded_view(model)))
     for key, tensor in model.state_dict().items():
         # A tied tensor is gathered under its first name.
         twin = first.setdefault(id(owners.get(key, tensor)), key)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed._composable import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -22,13 +23,14 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.name_mapping import (
     element_map,
     file_tensors,
     stored_tensors,
     unsharded_class,
 )
-from holdfast.engine.hf.save import save_hf
+from holdfast.engine.hf.save import full_state_dict, save_hf
 from holdfast.engine.hf.tensor_origins import FileTensor
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
@@ -157,6 +159,30 @@ def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_a
         CheckpointMismatchError, match=r"layers\.0\.mlp\.up_proj\.weight.*share memory"
     ):
         stored_tensors(model)
+
+
+def test_a_tied_embedding_and_head_in_wrappers_are_saved_and_loaded_as_without_them(
+    tmp_path: Path,
+) -> None:
+    model = tiny_model("qwen3_tied")
+    save_hf(model, tmp_path / "plain")
+    model.model.embed_tokens = checkpoint_wrapper(model.model.embed_tokens)
+    model.lm_head = checkpoint_wrapper(model.lm_head)
+    save_hf(model, tmp_path / "wrapped")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "wrapped" / name).read_bytes() == (
+            tmp_path / "plain" / name
+        ).read_bytes(), name
+
+    # A tied tensor is gathered once, and a load fills it.
+    weights = full_state_dict(model)
+    assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert load_hf(model, tmp_path / "plain") == []
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in weights.items())
 
 
 def _shard_and_replicate(model: PreTrainedModel) -> Any:
