@@ -36,7 +36,7 @@ from ..lora.adapters import plain_view
 from ..memory.tensors import bytes_of
 from .name_mapping import element_map
 from .save import ExportPlan, plan_export
-from .shard_ranges import MergedWeights, own_share
+from .shard_ranges import MergedWeights, own_share, whole_tensor
 from .tensor_origins import FileTensor, sources_of
 
 _STRIDED_BYTES = 64 << 20
@@ -228,10 +228,11 @@ class WeightGatherer:
         stored = self._plan.stored
         sources = sources_of(together)
         shapes = {source: stored[source].shape for source in sources}
-        wholes = [self._merged.whole(source, stored[source]) for source in sources]
+        gathered = {source: whole_tensor(stored[source], self._group) for source in sources}
 
         # All ranks convert, because an error on one of them must end the others too.
         with all_ranks_succeed(f"converting {together[0].key}", self._group):
+            wholes = [self._merged.whole(source, tensor) for source, tensor in gathered.items()]
             flat = torch.cat([whole.reshape(-1) for whole in wholes])
             elements = element_map(self._model, shapes, together)
             converted = {}

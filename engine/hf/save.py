@@ -395,12 +395,13 @@ def _write_gathered(
     for tensors in plan.transfers.unmapped:
         sources = sources_of(tensors)
         shapes = {source: stored[source].shape for source in sources}
-        wholes = (merged.whole(source, stored[source]) for source in sources)
-        flat = torch.cat([whole.reshape(-1) for whole in wholes])
+        gathered = {source: whole_tensor(stored[source], group) for source in sources}
         with (
             all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group),
             as_write_error(folder),
         ):
+            wholes = [merged.whole(source, tensor) for source, tensor in gathered.items()]
+            flat = torch.cat([whole.reshape(-1) for whole in wholes])
             elements = element_map(model, shapes, tensors)
             for tensor in tensors:
                 first, last = equal_share(tensor.numel, get_rank(group), get_world_size(group))

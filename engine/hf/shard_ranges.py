@@ -459,7 +459,6 @@ class MergedWeights:
         model: nn.Module,
         group: RankGroup = None,
     ) -> None:
-        self._group = group
         self._adapters: dict[str, list[Adapter]] = {}
         for key, adapters in plain_adapters(model).items():
             self._adapters[key] = [
@@ -484,11 +483,10 @@ class MergedWeights:
         return self._last[1]
 
     def whole(self, key: str, tensor: Tensor) -> Tensor:
-        """The whole ``tensor`` of this key, plus its adapters. A collective, see `whole_tensor`."""
-        values = whole_tensor(tensor, self._group)
+        """The gathered ``tensor`` of this key, plus its adapters."""
         if key not in self._adapters:
-            return values
-        return self._added(key, values, local_box(values))
+            return tensor
+        return self._added(key, tensor, local_box(tensor))
 
     def _added(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed._composable import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -23,6 +24,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from holdfast.engine.api import HFExportOptions
+from holdfast.engine.hf.buckets import WeightGatherer
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.name_mapping import (
     element_map,
@@ -31,6 +34,7 @@ from holdfast.engine.hf.name_mapping import (
     unsharded_class,
 )
 from holdfast.engine.hf.save import full_state_dict, save_hf
+from holdfast.engine.hf.shard_ranges import MergedWeights
 from holdfast.engine.hf.tensor_origins import FileTensor
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
@@ -130,6 +134,39 @@ def test_conversions_are_followed_exactly_or_refused(
         flat = torch.cat([stored[source].flatten() for source in shapes])
         elements = element_map(model, shapes, [tensor])[tensor.key]
         assert torch.equal(flat[elements].view(tensor.shape), expected[tensor.key])
+
+
+def _out_of_memory(*_: Any) -> None:
+    raise MemoryError("no room to merge")
+
+
+def _merge_with_a_failing_rank(rank: int, world_size: int, root: Path) -> dict[str, str]:
+    register_checkpoint_conversion_mapping("llama", [CONVERSIONS["interleaved"]], overwrite=True)
+    config = LoraConfig(r=2, target_modules=["gate_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(tiny_model("llama"), config).get_base_model()
+    sharded(model)
+    if rank == 1:
+        MergedWeights._added = _out_of_memory  # type: ignore[assignment]
+
+    def send() -> None:
+        gatherer = WeightGatherer(model, HFExportOptions(), 1 << 20, None)
+        for bucket in gatherer.buckets:
+            room = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            gatherer.gather(bucket, room if rank == 0 else None)
+
+    errors = {}
+    for name, way in (("export", lambda: save_hf(model, root / "never")), ("send", send)):
+        with pytest.raises(Exception, match="no room to merge") as caught:
+            way()
+        errors[name] = type(caught.value).__name__
+    return errors
+
+
+def test_a_merge_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    other, own = run_ranks(_merge_with_a_failing_rank, 2, tmp_path)
+    assert other == {"export": "PeerError", "send": "PeerError"}
+    assert own == {"export": "MemoryError", "send": "MemoryError"}
+    assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,), ()])
