@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ...engine.api import Stateful
 from ...utils.errors import ConfigError
@@ -60,6 +60,8 @@ class EpochOrder:
     draws: dict[str, Any] = field(default_factory=dict)
     # indices of the batches that were given (`IndexNote.state`). Empty if there are none
     indices: dict[str, Any] = field(default_factory=dict)
+    # size of the dataset of which torchdata's sampler has drawn the order. None if none is drawn
+    drawn_of: int | None = None
 
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
@@ -90,6 +92,7 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
         "sampler_generators": [order.generator for order in orders],
         "sampler_draws": [order.draws for order in orders],
         "sampler_indices": [order.indices for order in orders],
+        "sampler_drawn_of": [order.drawn_of for order in orders],
     }
     return pack_plain("dataloader state", data)
 
@@ -321,7 +324,21 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
     if sampler is not None and (note is None or note.sampler is not sampler):
         draws = order.draws or draws_of(sampler)
         order = replace(order, epoch=int(sampler.epoch), draws=draws)
-    return order if read is None else replace(order, indices=read.state(given))
+    if read is not None:
+        return replace(order, indices=read.state(given))
+    if given and not state_dict.get("_iterator_finished"):
+        order = replace(order, drawn_of=samples_to_draw(loader))
+    return order
+
+
+def samples_to_draw(loader: Any) -> int | None:
+    """Size of the dataset if torchdata's sampler draws the order. torchdata saves the sampler's
+    generator, which gives another order of another number. None for other loaders.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    _, is_saved = _order_of(loader)
+    return len(loader.dataset) if is_saved else None  # type: ignore[arg-type]
 
 
 def batches_given(state_dict: Any) -> int | None:

@@ -45,6 +45,7 @@ from .capture import (
     batches_given,
     epoch_sampler,
     note_order,
+    samples_to_draw,
 )
 from .indices import note_indices
 from .moments import same_state
@@ -98,7 +99,8 @@ def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
             generators = more.get("sampler_generators", unknown)
             draws = more.get("sampler_draws", [{}] * len(states))
             indices = more.get("sampler_indices", [{}] * len(states))
-            orders = list(map(EpochOrder, epochs, generators, draws, indices))
+            drawn_of = more.get("sampler_drawn_of", unknown)
+            orders = list(map(EpochOrder, epochs, generators, draws, indices, drawn_of))
             return list(states), orders, rank_independent
     raise CheckpointCorruptError(
         f"{path} is no dataloader's state; expected 'states' and 'rank_independent'"
@@ -132,6 +134,13 @@ def restore_dataloader(
             "the dataloader was saved with a sampler whose state it does not hold, and has another "
             "kind of sampler now: samples would be lost or repeated. Resume with the sampler of "
             "the run"
+        )
+    samples = samples_to_draw(loader)
+    if None not in (samples, order.drawn_of) and samples != order.drawn_of:
+        raise CheckpointMismatchError(
+            f"the dataset has {samples} samples and had {order.drawn_of} when the order of this "
+            "epoch was drawn, and torchdata's sampler would draw another one: samples would be "
+            "lost or repeated. Resume with the dataset of the run"
         )
     found = None if sampler is None else int(sampler.epoch)
     built_as = last_step.epoch if order.epoch is None else order.epoch

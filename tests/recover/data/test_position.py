@@ -618,6 +618,30 @@ def test_an_order_that_is_not_the_one_of_the_run_is_refused(
         stop.restore(make(), step_info(last))
 
 
+def shuffled_by_torchdata(n_samples: int) -> StatefulDataLoader:
+    samples: Any = range(n_samples)
+    return StatefulDataLoader(samples, batch_size=4, shuffle=True, drop_last=True)
+
+
+def spread_by_torchdata(n_samples: int) -> StatefulDataLoader:
+    samples: Any = range(n_samples)
+    own = torchdata_sampler.StatefulDistributedSampler(samples, 1, 0, seed=5)
+    return StatefulDataLoader(samples, batch_size=4, sampler=own, drop_last=True)
+
+
+@pytest.mark.parametrize("last", [1, 5])
+@pytest.mark.parametrize("make", [shuffled_by_torchdata, spread_by_torchdata])
+def test_an_order_that_torchdata_has_drawn_is_not_resumed_over_another_number_of_samples(
+    make: Callable[[int], StatefulDataLoader], last: int
+) -> None:
+    stop, rest = _stopped_after(last, partial(make, 24), tell=False)
+    with pytest.raises(CheckpointMismatchError, match="has 26 samples and had 24 when the order"):
+        stop.restore(make(26), step_info(last))
+    loader = make(24)
+    stop.restore(loader, step_info(last))
+    assert [batch for _, batch, _ in run(loader, step_info(last).next(), tell=False)] == rest
+
+
 def test_a_list_that_is_the_same_again_is_resumed() -> None:
     def listed() -> StatefulDataLoader:
         return StatefulDataLoader(Prompts(), 4, sampler=list(range(23, -1, -1)))
