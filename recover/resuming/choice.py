@@ -76,7 +76,8 @@ class ResumeChoice:
         resume_path: the generation to go back to, or None.
         origin: digest of that generation's manifest, in the leader after the choice. It identifies
             the generation when its folder has moved, so that newer generations can be recognised as
-            its descendants.
+            its descendants. Without ``resume_path``, that of the generation which the run went back
+            to before, if it did.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ResumeChoice:
         if config.resume_path is not None:
             self.resume_path = Path(config.resume_path).resolve()
         self.origin: str | None = None
+        self._went_back_to: str | None = None  # in the leader after the choice
 
     def peek(self, group: RankGroup) -> StepInfo | None:
         """The step that `choose` will find if the bytes are sound. None if there is nothing to
@@ -173,10 +175,13 @@ class ResumeChoice:
         if wanted is not None and (newest is None or not _descends(newest.info, wanted)):
             choice = Choice(wanted, self._store.inspect(wanted))
             self.origin = _origin(wanted)
+            self._went_back_to = str(wanted)
         elif newest is not None:
             choice = newest
             self._store.require_own(newest.info.run_id, newest.path)
-            self.origin = None if wanted is None else newest.info.resume_origin
+            # A start without ``resume_path`` does not forget that the run went back.
+            self.origin = newest.info.resume_origin
+            self._went_back_to = newest.info.resume_path if wanted is None else str(wanted)
         else:
             self._check_nothing_was_there()
             return None
@@ -203,7 +208,9 @@ class ResumeChoice:
             return local
 
     def _local(self, only_look: bool) -> Choice | None:
-        found = self._store.newest_valid(self._store.inspect, quarantine=not only_look)
+        found = self._store.newest_valid(
+            self._store.inspect, quarantine=not only_look, required=self.resume_path
+        )
         if found is None:
             return None
         generation, info = found
@@ -335,9 +342,10 @@ class ResumeChoice:
 
     @property
     def resumed_from(self) -> tuple[str | None, str | None]:
-        """``resume_path`` and the digest of its manifest, as `RecoverInfo` remembers them."""
-        path = None if self.resume_path is None else str(self.resume_path)
-        return path, self.origin
+        """``resume_path``, of this start or of an earlier one, and the digest of its manifest, as
+        `RecoverInfo` remembers them. In the leader.
+        """
+        return self._went_back_to, self.origin
 
 
 def _descends(newest: RecoverInfo, wanted: Path) -> bool:

@@ -264,12 +264,17 @@ class GenerationStore:
         shutil.rmtree(staging, ignore_errors=True)
 
     def newest_valid(
-        self, check: Callable[[Path], RecoverInfo] | None = None, *, quarantine: bool = True
+        self,
+        check: Callable[[Path], RecoverInfo] | None = None,
+        *,
+        quarantine: bool = True,
+        required: Path | None = None,
     ) -> tuple[Generation, RecoverInfo] | None:
         """Find the newest generation that passes ``check``. None stands for `verify`.
 
         Damaged generations are quarantined, or only logged if ``quarantine`` is False. None is
-        returned if no usable one is left, and `quarantined` tells whether there ever was one.
+        returned if no usable one is left, and `quarantined` tells whether there ever was one. The
+        error of a damaged generation at the resolved path ``required`` is raised instead.
         """
         check = check or self.verify
         for generation in self.generations():
@@ -277,6 +282,8 @@ class GenerationStore:
             try:
                 return generation, check(generation.path)
             except CheckpointCorruptError as error:
+                if generation.path.resolve() == required:
+                    raise
                 if quarantine:
                     self.quarantine(generation, str(error))
                 else:

@@ -306,6 +306,19 @@ def test_resume_path_goes_back_once_and_a_restart_goes_on_from_there(tmp_path: P
         assert info and info.last_step_info.global_step == 3
 
 
+def test_a_start_without_resume_path_does_not_forget_that_the_run_went_back(
+    tmp_path: Path,
+) -> None:
+    run_until(tmp_path, 3, max_ckpt_to_keep=None)
+    wanted = str(tmp_path / "e" / "t" / "recover" / "global_step_1")
+    run_until(tmp_path, 4, first=2, resume_path=wanted)
+    run_until(tmp_path, 5, first=4)
+    run_until(tmp_path, 6, first=5)
+    kept = names(tmp_path)
+    run_until(tmp_path, 6, first=6, resume_path=wanted)
+    assert names(tmp_path) == kept == ["global_step_4", "global_step_5"]
+
+
 def test_resume_path_starts_a_new_trial_from_a_generation_of_another(tmp_path: Path) -> None:
     digests = run_until(tmp_path / "a", 3)
     wanted = str(newest(tmp_path / "a"))
@@ -346,6 +359,22 @@ def test_a_good_resume_path_helps_when_nothing_else_is_left(tmp_path: Path) -> N
         make_handler(tmp_path / "b").load(Tiny().state)
     info = make_handler(tmp_path / "b", resume_path=str(newest(tmp_path / "a"))).load(Tiny().state)
     assert info and info.last_step_info.global_step == 2
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_resume_path_with_a_short_file_is_an_error_and_stays_where_it_is(
+    tmp_path: Path, step: int
+) -> None:
+    run_until(tmp_path, 2)
+    wanted = tmp_path / "e" / "t" / "recover" / f"global_step_{step}"
+    os.truncate(wanted / "state" / "rank_00000.pt", 99)
+    for _ in range(2):
+        handler = make_handler(tmp_path, resume_path=str(wanted))
+        with pytest.raises(CheckpointCorruptError, match=r"state/rank_00000\.pt has 99 bytes"):
+            handler.peek()
+        with pytest.raises(CheckpointCorruptError, match=r"state/rank_00000\.pt has 99 bytes"):
+            handler.load(Tiny().state)
+        assert names(tmp_path) == ["global_step_0", "global_step_1"] and hidden(tmp_path) == []
 
 
 def test_a_bad_resume_path_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
