@@ -187,16 +187,15 @@ def describe_base(
 def sample_base(
     frozen: Tensors,
     group: RankGroup = None,
-    sums: Mapping[str, int] | None = None,
+    base: FrozenBase | None = None,
 ) -> Tensor:
     """This rank's share of the fingerprint of frozen parameters that the ranks of ``group`` hold
     (see `pack_share`).
 
-    ``sums`` are those of `FrozenBase`, if they are known.
+    The sums of ``base`` are taken as they are, without another pass.
     """
     counted = _counted(frozen, group)
-    if sums is None:
-        sums = _part_sums(counted)
+    sums = _part_sums(counted) if base is None else base.sums
     sampled = sample_state({f"model.{name}": tensor for name, tensor in frozen.items()}, group)
     total = sum(sums[name] for name in counted)
     return pack_share(int(sampled["model"]), total)

@@ -520,3 +520,8 @@ def _check_files(
         # A folder or a device under this name has no bytes to read.
         if not stat.S_ISREG(status.st_mode) or status.st_size < end:
             raise CheckpointCorruptError(f"{name} has {status.st_size} bytes; it needs {end}")
+
+
+def rank_key(rank: int) -> str:
+    """The key of a rank's own values: ``rank_00001``."""
+    return f"rank_{rank:05d}"

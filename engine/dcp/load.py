@@ -47,11 +47,12 @@ from .format import (
     PathLike,
     StoredTensor,
     parse_metadata,
+    rank_key,
     read_layout,
 )
 from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
 from .root_names import choose_root, describe_roots, under_root
-from .state import ADAPTERS, GENERATORS, PACKED, ROOT, DCPState, SavedValues, rank_key
+from .state import ADAPTERS, GENERATORS, PACKED, ROOT, DCPState, SavedValues
 
 _MODEL = f"{ROOT}.model."
 _STATE = f"{ROOT}.{optim.PREFIX}"
@@ -265,7 +266,8 @@ class Checkpoint:
     def as_stored(self, state: DCPState) -> DCPState:
         """``state`` with the parameters of this folder, and with its group if it has none."""
         stored = state.as_stored({_own(name) for name in self.layout.names()})
-        return stored.with_group(self.group)
+        stored.group = state.group or self.group
+        return stored
 
     def plan(self, destinations: Mapping[str, Destination]) -> TensorReader:
         """Find the bytes of stored tensors in the files, without reading them. Not collective."""

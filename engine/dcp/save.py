@@ -12,6 +12,7 @@ Stock ``dcp.load`` reads the result. It becomes a checkpoint when the caller mak
 entries durable and the folder visible (`utils.files.commit_folder`).
 """
 
+import copy
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,7 +115,9 @@ def write_dcp(
     """
     # Torch would leave the other ranks waiting if the state of one cannot be collected.
     if isinstance(state, DCPState):
-        state = state.with_group(group).with_agreed_base()
+        state = copy.copy(state)
+        state.group = state.group or group
+        state = state.with_agreed_base()
     with all_ranks_succeed(f"collecting the state for {folder}", group):
         values = state.state_dict()
         if isinstance(state, DCPState):

@@ -43,8 +43,15 @@ from ...utils.distributed import (
     get_world_size,
 )
 from ..memory.tensors import Box, cut_boxes, local_box, local_tensor, ranks_of
-from .format import Tensors, archive_of, no_collection, pickle_metadata, stored_properties
-from .state import GENERATORS, RANK_KEYED, ROOT, rank_key
+from .format import (
+    Tensors,
+    archive_of,
+    no_collection,
+    pickle_metadata,
+    rank_key,
+    stored_properties,
+)
+from .state import GENERATORS, RANK_KEYED, ROOT
 
 
 @dataclass(frozen=True)

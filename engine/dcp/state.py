@@ -58,7 +58,7 @@ from .base_model import (
     sample_base,
 )
 from .configured import Configured, require_own_schedule, warn_of_settings
-from .format import Tensors
+from .format import Tensors, rank_key
 from .module_state import (
     adopt_buffers,
     module_state,
@@ -214,8 +214,8 @@ class DCPState(TorchStateful):
         if self._trainable_only is not True:
             chosen = set(self._trainable_only)
             left_out = {name: param for name, param in left_out.items() if name in chosen}
-        base = FrozenBase(with_host_copies(self.model, left_out, MODEL))
-        frozen_bases.set(self.model, base)
+        copies = with_host_copies(self.model, left_out, MODEL)
+        frozen_bases.set(self.model, FrozenBase(copies))
 
     @property
     def rank(self) -> int:
@@ -240,12 +240,6 @@ class DCPState(TorchStateful):
         state.optimizer = None
         state.scheduler = None
         state.counters = None
-        return state
-
-    def with_group(self, group: RankGroup) -> "DCPState":
-        """The same state with ``group``, unless it has a group already."""
-        state = copy.copy(self)
-        state.group = self.group or group
         return state
 
     def with_rng(self, rng: RngState) -> "DCPState":
@@ -331,10 +325,10 @@ class DCPState(TorchStateful):
         # Its base, if that is left out.
         left_out = self.frozen_parameters()
         if left_out:
-            sums = None if base is None else base.sums
-            share = sample_base(with_host_copies(self.model, left_out, MODEL), self.group, sums)
-            adapters = describe_adapters(self.model)
-            state[BASE] = describe_base(left_out, self.base, self.group, adapters)
+            share = sample_base(with_host_copies(self.model, left_out, MODEL), self.group, base)
+            state[BASE] = describe_base(
+                left_out, self.base, self.group, describe_adapters(self.model)
+            )
             state[BASE_SAMPLE] = {rank_key(self.rank): share}
         if self.optimizer is not None:
             state |= self._training_state(self.optimizer)
@@ -406,8 +400,7 @@ class DCPState(TorchStateful):
             if not is_same_storage or local.data_ptr() != given[name].data_ptr():
                 others[name] = local
         if self.optimizer is not None:
-            rest = given.keys() - live.keys()
-            optim.check_given(self.optimizer, rest, read_in_place=not others)
+            optim.check_given(self.optimizer, given.keys() - live.keys(), read_in_place=not others)
 
         # From here on the state changes.
         stored.adopt_state(proposed, values)
@@ -772,18 +765,13 @@ def _check_keys(
         _check_keys(f"{name}[{number}]", saved_one, own_one)
 
 
-def rank_key(rank: int) -> str:
-    """The key of a rank's own values: ``rank_00001``."""
-    return f"rank_{rank:05d}"
-
-
 def _rng_of(
     given: Tensors,
     rank: int,
 ) -> RngState:
     prefix = f"{GENERATORS}.{rank_key(rank)}."
-    found = {}
-    for name, tensor in given.items():
-        if name.startswith(prefix):
-            found[name.removeprefix(prefix)] = tensor
-    return found
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in given.items()
+        if name.startswith(prefix)
+    }

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from holdfast.engine.api import StepInfo
 from holdfast.engine.dcp.fingerprint import BlockSampler, combine_samples
+from holdfast.engine.dcp.format import rank_key
 from holdfast.engine.dcp.optimizer_state import hyperparameters
 from holdfast.engine.dcp.save import Entry, write_entries
-from holdfast.engine.dcp.state import ROOT, rank_key
+from holdfast.engine.dcp.state import ROOT
 from holdfast.engine.memory.lazy_tensor import LazyTensor
 from holdfast.recover.export.digests import Seen
 from holdfast.recover.info import (
