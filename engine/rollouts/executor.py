@@ -602,7 +602,7 @@ class _LoopThread:
     def _run(self) -> None:
         # A SystemExit in a task that a workflow started leaves the loop. The ticket that awaits the
         # task gets the error when the loop goes on.
-        while not self._stopped:
+        while not (self._stopped or self._loop.is_closed()):
             try:
                 self._loop.run_forever()
             except BaseException as error:

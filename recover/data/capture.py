@@ -18,13 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from ...engine.api import Stateful
 from ...utils.errors import ConfigError
 from ...utils.plain_values import pack_plain
 from ..ranks import Ranks
-from .indices import note_indices
+from .indices import draws_nothing, note_indices
 from .loader import ORDER_SETTINGS
 from .samplers import draws_of, is_torchdatas, replace_iter
 from .trial import first_batches
@@ -311,9 +311,7 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
         unseen = note.sampler
     if read is not None and not read.has_begun and order.epoch is None:
         unseen = read.source
-    if isinstance(unseen, SequentialSampler):  # its order is always the same
-        unseen = None
-    if unseen is not None and given:
+    if given and unseen is not None and not draws_nothing(unseen):
         raise ConfigError(
             f"{type(unseen).__name__} drew the order of this epoch before load had seen the "
             "dataloader: it could not be resumed. Pass the dataloader to load too, and begin to "

@@ -10,13 +10,19 @@ compares the digest.
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from ...engine.api import Stateful
 from ...utils.errors import CheckpointMismatchError
@@ -130,7 +136,7 @@ class IndexNote:
         if resumed:
             self._begun = resumed["begun"]
             self._first = resumed["first"]
-            indices = self._drawn_again()
+            indices = self._drawn_again(indices)
         else:
             self._begun = begun
             before = self._moment()
@@ -155,11 +161,12 @@ class IndexNote:
             digests.add(batch)
         self._compare(resumed)
 
-    def _drawn_again(self) -> Iterator[Any]:
+    def _drawn_again(self, indices: Iterator[Any]) -> Iterator[Any]:
         # The run drew these numbers earlier: its global generators go on from where they are.
         now = capture_rng()
-        self._restore(self._begun)
-        indices = self._begin(self.source)
+        if self._begun:
+            self._restore(self._begun)
+            indices = self._begin(self.source)
         self._restore(self._first)
         first = list(islice(indices, 1))
         restore_rng(now)
@@ -249,6 +256,15 @@ def note_indices(loader: Any) -> IndexNote | None:
         listed = ListedIndices(source)
         vars(holder)[name] = listed  # torch's loader refuses to set it
         return _follow(listed, batch_size)
+
+
+def draws_nothing(source: Any) -> bool:
+    """Whether the order of a sampler is known to be always the same."""
+    if isinstance(source, BatchSampler):
+        return draws_nothing(source.sampler)
+    if isinstance(source, DistributedSampler):
+        return not source.shuffle
+    return isinstance(source, SequentialSampler | ListedIndices | Sequence)
 
 
 def _follow(source: Any, batch_size: int) -> IndexNote:

@@ -47,7 +47,7 @@ from .capture import (
     note_order,
     samples_to_draw,
 )
-from .indices import note_indices
+from .indices import IndexNote, note_indices
 from .moments import same_state
 from .samplers import replace_iter, restore_draws
 from .trial import check_first_batches, is_of_datasets
@@ -156,14 +156,12 @@ def restore_dataloader(
 
     # Order first, because the loader builds its iterator when the place is restored.
     rewind_order()
-    _restore_place(loader, state_dict)
-    if read is not None:
-        read.read_given()
+    _restore_place(loader, state_dict, read)
     advanced = sampler is not None and int(sampler.epoch) != built_as
     source: Any = None if note is None else note.sampler
     if read is not None and order.indices:
         source = read.source
-    over = _end_if_over(loader, state_dict, last_step, rewind_order, source)
+    over = _end_if_over(loader, state_dict, last_step, rewind_order, source, read)
     if sampler is None or found is None:
         return None
     if order.epoch is None and int(sampler.epoch) == built_as:
@@ -264,7 +262,7 @@ def _resume_once(loader: Any) -> None:
     replace_iter(stream, iterate)
 
 
-def _restore_place(loader: Stateful, state_dict: StateDict) -> None:
+def _restore_place(loader: Stateful, state_dict: StateDict, read: IndexNote | None) -> None:
     try:
         loader.load_state_dict(state_dict)
         said = loader.state_dict()  # makes torchdata's loader build its iterator
@@ -293,6 +291,8 @@ def _restore_place(loader: Stateful, state_dict: StateDict) -> None:
             f"it is after {batches_given(said)}: its load_state_dict does not restore it. Pass "
             "the StatefulDataLoader itself"
         )
+    if read is not None:
+        read.read_given()
 
 
 def _end_if_over(
@@ -301,6 +301,7 @@ def _end_if_over(
     last_step: StepInfo,
     rewind_order: Callable[[], None],
     source: Any,
+    read: IndexNote | None,
 ) -> bool:
     # If the epoch is over, consume its end as the training loop did, so that the next loop is the
     # next epoch. Iterators over ``source`` draw its order.
@@ -316,7 +317,7 @@ def _end_if_over(
     over = last_step.epoch_step == last_step.steps_per_epoch - 1 or _is_over(loader, state_dict)
     if over and next(iter(loader), _END) is not _END:
         rewind_order()
-        _restore_place(loader, state_dict)
+        _restore_place(loader, state_dict, read)
         return False
     return over
 

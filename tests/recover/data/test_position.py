@@ -17,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -740,6 +741,38 @@ def test_an_order_drawn_before_load_is_refused_at_the_first_dump(
             ConfigError, match=f"{name} drew the order of this epoch before load had seen"
         ):
             handler.dump(tiny.state, step_info(0), loader)
+
+
+FIXED: dict[str, Callable[[], StatefulDataLoader]] = {
+    "a list": lambda: StatefulDataLoader(Prompts(), 4, sampler=list(range(24))),
+    "a range": lambda: StatefulDataLoader(Prompts(), 4, sampler=range(24)),
+    "batches in order": lambda: in_chunks_of_torch(SequentialSampler(Prompts())),
+    "a part in order": lambda: StatefulDataLoader(Prompts(), 4, sampler=sampler(shuffle=False)),
+    "in order": lambda: StatefulDataLoader(Prompts(), 4),
+}
+
+
+def in_chunks_of_torch(inner: Any) -> StatefulDataLoader:
+    batches = BatchSampler(inner, 4, drop_last=False)
+    return StatefulDataLoader(Prompts(), batch_sampler=batches)
+
+
+@pytest.mark.parametrize("make", FIXED.values(), ids=FIXED)
+def test_an_order_that_is_always_the_same_may_be_begun_before_load(
+    tmp_path: Path, make: Callable[[], StatefulDataLoader]
+) -> None:
+    tiny, loader = Tiny(), make()
+    batches = iter(loader)
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        handler.load(tiny.state, loader)
+        next(batches)
+        handler.dump(tiny.state, step_info(0), loader)
+    expected = [batch.tolist() for batch in batches]
+
+    resumed = make()
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        assert handler.load(tiny.state, resumed) is not None
+        assert [batch.tolist() for batch in resumed] == expected
 
 
 def test_a_script_that_resumes_into_another_epoch_is_stopped_at_dump(tmp_path: Path) -> None:
