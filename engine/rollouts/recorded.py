@@ -301,9 +301,7 @@ class Recorded:
         self._unasked: set[Place] = set()
         # tickets with a dropped answer, whose other records may rightly stay unused
         self._changed: set[int] = set()
-        self._warned = False
-        self._warned_unrecorded = False
-        self._warned_mixed = False
+        self._said = set[str]()  # warnings that come once
 
         # Versions that exist without a label, last one that exists, and labels of this life.
         self._restored = False
@@ -459,10 +457,7 @@ class Recorded:
 
     def warn_unrecorded(self, what: str, error: Exception) -> None:
         """Say once that a call cannot be recorded."""
-        with self._lock:
-            warned = self._warned_unrecorded
-            self._warned_unrecorded = True
-        if not warned:
+        if self._is_first("unrecorded"):
             logger.warning(
                 "the %s cannot be recorded, so that the call is made again after a kill, or ends "
                 "in CallLost if it had once=True: %s. This is said once",
@@ -472,10 +467,7 @@ class Recorded:
 
     def warn_mixed(self, fn: str) -> None:
         """Say once that methods of two objects cannot be told apart."""
-        with self._lock:
-            warned = self._warned_mixed
-            self._warned_mixed = True
-        if not warned:
+        if self._is_first("mixed"):
             logger.warning(
                 "%s was called for two objects with equal arguments in one episode. Their results "
                 "may be exchanged after a kill, because a call is known by the name of its "
@@ -492,9 +484,10 @@ class Recorded:
         with self._lock:
             unused = self._remove(ticket, finished)
             self.unused += unused
-            if not unused or ticket in self._changed or self._warned:
+            if not unused or ticket in self._changed:
                 return
-            self._warned = True
+        if not self._is_first("unused"):
+            return
         logger.warning(
             "ticket %d did not ask for %d of its recorded answers and results, so it was sampled "
             "again in part. Its workflow draws random numbers outside of engine.random, reads the "
@@ -588,6 +581,12 @@ class Recorded:
         self._records.setdefault(record.place.ticket, {})[record.place] = record
         if self._log is not None:
             self._log.append(record.data)
+
+    def _is_first(self, warning: str) -> bool:
+        with self._lock:
+            is_first = warning not in self._said
+            self._said.add(warning)
+            return is_first
 
     def _remove(self, ticket: int, finished: bool) -> int:
         """Number of records that no episode asked for. The intent of a recorded call does not
