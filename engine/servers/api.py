@@ -21,7 +21,6 @@ S_co = TypeVar("S_co", bound="InferenceServer", covariant=True)
 StopReason = Literal["stop", "length"]
 """Reason for the end of a response: a stop token, or ``max_new_tokens``."""
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
-_LARGEST_LOGPROB = float(np.finfo(np.float32).max)
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
@@ -148,20 +147,29 @@ class ModelResponse:
     routed_experts: np.ndarray | None = field(default=None, compare=False)
 
 
-def logprob_problem(logprobs: Iterable[object]) -> str | None:
+def logprob_problem(logprobs: Sequence[object]) -> str | None:
     """Describe the first log-probability that is no finite number in 32 bits, or return None. JSON
     may also have ``null`` there.
     """
-    for place, logprob in enumerate(logprobs):
-        # The comparison is false for NaN.
-        if isinstance(logprob, int | float | np.floating) and abs(logprob) <= _LARGEST_LOGPROB:
-            continue
-        return (
-            f"the log-probability of completion token {place} is {logprob!r:.80}; expected a "
-            "finite number. The model may compute NaN: look at the server's log and its --dtype, "
-            "and publish to it again or restart it"
-        )
-    return None
+    # One pass for all tokens, because each answer comes here.
+    if _are_finite(logprobs):
+        return None
+    place, logprob = next(
+        (place, logprob) for place, logprob in enumerate(logprobs) if not _are_finite([logprob])
+    )
+    return (
+        f"the log-probability of completion token {place} is {logprob!r:.80}; expected a "
+        "finite number. The model may compute NaN: look at the server's log and its --dtype, "
+        "and publish to it again or restart it"
+    )
+
+
+def _are_finite(logprobs: Sequence[object]) -> bool:
+    values = np.asarray(logprobs)
+    if values.dtype.kind not in "biuf":
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(values.astype(np.float32)).all())
 
 
 @dataclass(frozen=True)
